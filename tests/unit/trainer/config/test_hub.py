@@ -28,27 +28,18 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):
-    config = compose_config(["init_from=owner/model-1.5B@main"])
+    config = compose_config(["init_from=owner/model-1.5B@refs/pr/7"])
     assert config.init_from == str(tmp_path / "cache")
-    assert hub == [("owner/model-1.5B", "main")]
+    assert hub == [("owner/model-1.5B", "refs/pr/7")]
     (tmp_path / "runs").mkdir()
     for path in ("runs/mistyped", "./owner/model", "/owner/model", "mine"):
         assert compose_config([f"init_from={path}"]).init_from.endswith(path)
     assert len(hub) == 1
-    config = compose_config(["data.tokenizer=owner/model"])
-    assert config.data.tokenizer == str(tmp_path / "cache")
-
-
-def test_a_revision_may_have_slashes(hub, tmp_path):
-    config = compose_config(["init_from=owner/model@refs/pr/7"])
-    assert config.init_from == str(tmp_path / "cache")
-    assert hub == [("owner/model", "refs/pr/7")]
 
 
 def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
-    (tmp_path / "my.yaml").write_text(
-        "init_from: owner/model\ndata:\n  tokenizer: owner/other\n"
-    )
+    text = "init_from: owner/model\ndata:\n  tokenizer: owner/other\n"
+    (tmp_path / "my.yaml").write_text(text)
     config = compose_config(["config=my.yaml"])
     assert config.init_from == config.data.tokenizer == str(tmp_path / "cache")
     assert hub == [("owner/model", None), ("owner/other", None)]
@@ -61,18 +52,15 @@ def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
         ("no/model", "is no path here, and the hub has no such repository"),
     ],
 )
-def test_what_cannot_be_fetched_is_a_line(hub, name, message):
+def test_an_id_that_cannot_be_fetched_is_a_line(hub, name, message):
     with pytest.raises(UserError, match=message):
         compose_config([f"init_from={name}"])
 
 
-def test_the_ids_of_openais_merges_are_fetched_with_them():
-    names = ["encoder.json", "vocab.bpe"]
-    fetched = filter_repo_objects(names, allow_patterns=list(KEYS["data.tokenizer"]))
-    assert list(fetched) == names
-
-
-def test_chat_templates_are_fetched_with_a_model():
-    names = ["chat_template.jinja", "additional_chat_templates/rag.jinja", "a.json"]
-    fetched = filter_repo_objects(names, allow_patterns=list(KEYS["init_from"]))
-    assert list(fetched) == names
+def test_merges_and_chat_templates_are_fetched_with_their_repository():
+    for key, names in (
+        ("data.tokenizer", ["encoder.json", "vocab.bpe"]),
+        ("init_from", ["chat_template.jinja", "additional_chat_templates/rag.jinja"]),
+    ):
+        fetched = filter_repo_objects(names, allow_patterns=list(KEYS[key]))
+        assert list(fetched) == names

@@ -21,29 +21,20 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
         "train: {steps: 9, batch_tokens: 4096}\nseed: 5\n"
     )
     c = compose_config([file, "train.steps=4"])
-    assert (c.model.name, c.model.n_layer, c.precision.compute) == (
-        "llama_nano",
-        3,
-        "bf16",
-    )
-    assert (c.train.steps, c.train.batch_tokens, c.seed) == (4, 4096, 5)
+    assert (c.model.name, c.model.n_layer) == ("llama_nano", 3)
+    assert (c.precision.compute, c.seed) == ("bf16", 5)
+    assert (c.train.steps, c.train.batch_tokens) == (4, 4096)
     # a group that is chosen on the command line takes nothing from the file
     c = compose_config([file, "model=gpt2_nano", "precision=fp32"])
     assert (c.model.n_layer, c.precision.compute) == (4, "fp32")
 
 
-def test_a_whole_configuration_is_such_a_file(write):
+def test_a_resolved_configuration_is_such_a_file(write):
     given = ["model=llama_nano", "optimizer=muon", "data=text", "data.paths=[a.txt]"]
-    given += ["tracker=jsonl", "precision=bf16", "model.d_model=64"]
-    saved = resolved_yaml(expand_arguments(given))
-    file = write(saved[: saved.index("resume:")] + saved[saved.index("train:") :])
-    assert compose_config([file]) == compose_config(
-        [*given, "run_dir=" + run_dir(file)]
-    )
-
-
-def run_dir(file):
-    return compose_config([file]).run_dir
+    given += ["tracker=jsonl", "precision=bf16", "model.d_model=64", "run_dir=a"]
+    text = resolved_yaml(expand_arguments(given))
+    file = write(text[: text.index("resume:")] + text[text.index("train:") :])
+    assert compose_config([file, "run_dir=a"]) == compose_config(given)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +47,18 @@ def run_dir(file):
         ("resume: auto", "resume belongs on the command line"),
         ("[1, 2]", "my.yaml"),
         ("seed: '${model.lr}'", "seed='${model.lr}'"),
+        ("train:\n", "train"),
+        ("optimizer: {name: [adamw]}", "optimizer"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_line(write, text, message):
+def test_faults_of_a_file_are_one_line(write, text, message):
     with pytest.raises(UserError) as error:
         compose_config([write(text)])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file_and_what_cannot_be_combined_are_refused(write, tmp_path):
+def test_a_missing_file_and_an_experiment_beside_one_are_refused(write):
     with pytest.raises(UserError, match=r"config=nowhere\.yaml: No such file"):
         compose_config(["config=nowhere.yaml"])
     with pytest.raises(UserError, match="put experiment into the file"):
@@ -74,6 +67,5 @@ def test_a_missing_file_and_what_cannot_be_combined_are_refused(write, tmp_path)
 
 @pytest.mark.parametrize("choice", ["${oc.env:HOME}", "../../../../tmp/evil", "a,b"])
 def test_a_choice_is_one_of_ours_and_nothing_that_hydra_resolves(write, choice):
-    with pytest.raises(UserError, match="is no choice; Valid") as error:
+    with pytest.raises(UserError, match="is no choice; Valid"):
         compose_config([write(f"optimizer: {choice!r}")])
-    assert "/root" not in str(error.value)

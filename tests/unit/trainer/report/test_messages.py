@@ -1,4 +1,5 @@
-"""What a run says of itself."""
+"""Messages about a run: changes of its schedule and batches, and the data that it
+reads."""
 
 import dataclasses
 import json
@@ -9,105 +10,89 @@ import pytest
 from trainer.assembly.startup_log import describe_change, describe_validation
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
-from trainer.data import EmbeddedSource, Manifest, TextSource, prepare
+from trainer.data import Manifest, TextSource, prepare
 from trainer.data.dataset import Dataset
-from trainer.report.messages import describe_data, describe_schedule_change, text_of
+from trainer.report.messages import describe_data, describe_schedule_change
 from trainer.run.checkpoint import Restored
 
 
-def test_a_longer_schedule_is_told_by_its_learning_rates():
-    before, now = np.float32([4, 3, 2, 1]), np.float32([4, 3.5, 3, 2.5, 2, 1.5, 1])
-    (line,) = describe_schedule_change(4, before, now, "train.steps=7, was 4")
+def test_a_changed_schedule_is_told_by_its_learning_rates():
+    old, new = np.float32([4, 3, 2, 1]), np.float32([4, 3.5, 3, 2.5, 2, 1.5, 1])
+    (line,) = describe_schedule_change(4, old, new, "train.steps=7, was 4")
     assert "train.steps=7, was 4)" in line
     assert "from 1.00e+00 in step 4 to 2.00e+00 in step 5" in line
-
-
-def test_a_schedule_that_goes_on_as_before_is_not_worth_a_line():
-    rates = np.float32([1, 2, 2, 2, 2])
-    assert describe_schedule_change(3, rates, rates, "") == []
     # only the warm-up, which is over, was another
-    assert describe_schedule_change(3, rates, np.float32([2, 2, 2, 2]), "") == []
-    assert (
-        describe_schedule_change(4, rates, np.float32([4, 3, 2, 1]), "") == []
-    )  # it ends here
+    old, new = np.float32([1, 2, 2, 2, 2]), np.float32([2, 2, 2, 2])
+    assert describe_schedule_change(3, old, new, "") == []
+    # it ends here
+    assert describe_schedule_change(4, old, np.float32([4, 3, 2, 1]), "") == []
 
 
 def test_the_keys_that_were_changed_are_named_and_no_others():
-    before = compose_config(["train.steps=40", "run_dir=a"])
-    given = [
-        "train.steps=40",
-        "run_dir=b",
-        "optimizer.lr=1e-4",
-        "schedule.min_ratio=0.2",
-        "seed=1",
-    ]
-    actual = Restored(20, None, {"config": to_tree(before)})
-    (line,) = describe_change(compose_config(given), actual)
-    lr, ratio = before.optimizer.lr, before.schedule.min_ratio
-    assert (
-        f"(optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}):" in line
-    )
+    old = compose_config(["train.steps=40", "run_dir=a"])
+    overrides = ["optimizer.lr=1e-4", "schedule.min_ratio=0.2", "seed=1"]
+    new = compose_config(["train.steps=40", "run_dir=b", *overrides])
+    (line,) = describe_change(new, Restored(20, None, {"config": to_tree(old)}))
+    lr, ratio = old.optimizer.lr, old.schedule.min_ratio
+    changed = f"optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}"
+    assert f"({changed}):" in line
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
+    ("tokens", "says"),
     [
         (4096, "go on at token 81,920, not 40,960; the 40,960 tokens between are left"),
         (1024, "go on at token 20,480, not 40,960; the 20,480 tokens between are seen"),
-        (2048, None),
     ],
 )
-def test_another_batch_size_says_which_data_come_next(tokens, said):
+def test_another_batch_size_says_which_data_come_next(tokens, says):
     keys = ["train.steps=40", "schedule=constant", "schedule.warmup_fraction=0"]
-    before = compose_config([*keys, "train.batch_tokens=2048", "run_dir=a"])
-    now = compose_config([*keys, f"train.batch_tokens={tokens}", "run_dir=b"])
-    actual = Restored(20, None, {"config": to_tree(before)})
-    lines = describe_change(now, actual)
-    assert bool(lines) == (said is not None)
-    assert all("(was 2,048): batches are counted in steps" in line for line in lines)
-    assert all(str(said) in line for line in lines)
+    old = compose_config([*keys, "train.batch_tokens=2048", "run_dir=a"])
+    new = compose_config([*keys, f"train.batch_tokens={tokens}", "run_dir=b"])
+    checkpoint = Restored(20, None, {"config": to_tree(old)})
+    (line,) = describe_change(new, checkpoint)
+    assert says in line
+    assert describe_change(old, checkpoint) == []
 
 
-def test_a_source_is_named_for_a_reader():
-    assert text_of({"kind": "embedded"}) == "the King James Bible"
-    assert text_of({"kind": "hub", "name": "org/set"}) == "org/set"
-    assert text_of({"kind": "text", "paths": ["a.txt", "b.txt"]}) == "a.txt, b.txt"
+def write_rows(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def data_line(tmp_path, *names, **settings):
     source = TextSource(tuple(str(tmp_path / name) for name in names))
-    return describe_data(
-        Manifest.load(prepare(source, "byte", tmp_path / "cache", **settings))
-    )
+    directory = prepare(source, "byte", tmp_path / "cache", **settings)
+    return describe_data(Manifest.load(directory))
 
 
 def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("words " * 100)
-    rows = [{"text": f"{i} words"} for i in range(97)] + [{"text": ""}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert data_line(tmp_path, "*.txt", "a.jsonl").startswith(
-        "4 files (3 text, 1 jsonl), 100 documents; "
-    )
-    assert data_line(tmp_path, "a.jsonl").startswith("1 file, 97 documents; ")
-    assert "; 1 document was skipped, which holds no text" in data_line(
-        tmp_path, "a.jsonl"
-    )
-    assert (
-        data_line(tmp_path, "0.txt")
-        == "1 file, a single text; 540 training and 60 validation tokens (10.0% for"
+    write_rows(tmp_path / "a.jsonl", [*(f"{i} words" for i in range(97)), ""])
+    line = data_line(tmp_path, "*.txt", "a.jsonl")
+    assert line.startswith("4 files (3 text, 1 jsonl), 100 documents; ")
+    line = data_line(tmp_path, "a.jsonl")
+    assert line.startswith("1 file, 97 documents; ")
+    assert "; 1 document was skipped, which holds no text" in line
+    assert data_line(tmp_path, "0.txt") == (
+        "1 file, a single text; 540 training and 60 validation tokens (10.0% for"
         " validation)"
     )
-    assert describe_data(
-        Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))
-    ).startswith("the King James Bible;")
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_share_of_validation_that_was_not_asked_for_is_told(tmp_path, is_long):
+    texts = [f"{i} words" for i in range(1000)] + ["long " * 2000] * is_long
+    write_rows(tmp_path / "a.jsonl", texts)
+    line = data_line(tmp_path, "a.jsonl", val_fraction=0.3)
+    assert ("not data.val_fraction=30.0%: whole documents are" in line) == is_long
 
 
 def test_a_validation_of_the_first_of_several_files_is_told(tmp_path):
     for name in "ab":
-        rows = [{"text": f"{name} {i} words"} for i in range(300)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+        write_rows(
+            tmp_path / f"{name}.jsonl", [f"{name} {i} words" for i in range(300)]
+        )
 
     def lines(pattern, **train):
         source = TextSource((str(tmp_path / pattern),))
@@ -123,21 +108,3 @@ def test_a_validation_of_the_first_of_several_files_is_told(tmp_path):
     assert lines("*.jsonl", eval_batches=batches) == []
     assert lines("*.jsonl", eval_batches=2, eval_every=0) == []
     assert lines("a.jsonl", eval_batches=2) == []
-
-
-def test_a_document_that_both_parts_have_a_piece_of_is_counted_once(tmp_path):
-    for i in range(7):
-        (tmp_path / f"{i}.txt").write_text(f"{i}" * 300)
-    assert data_line(tmp_path, "*.txt").startswith("7 files, 7 documents; ")
-
-
-@pytest.mark.parametrize("long", [0, 1])
-def test_a_share_of_validation_that_was_not_asked_for_is_told(tmp_path, long):
-    rows = [{"text": f"{i} words"} for i in range(1000)] + [
-        {"text": "long " * 2000}
-    ] * long
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = data_line(tmp_path, "a.jsonl", val_fraction=0.3)
-    assert (
-        "not data.val_fraction=30.0%: whole documents are chosen for it" in line
-    ) == (long == 1), line
