@@ -26,12 +26,3 @@ def test_the_time_left_is_that_of_the_tests_that_are_left_at_the_speed_of_this_r
     shown._began -= 15  # two processors: 30 seconds of them in 15
     assert 45 <= shown.left() < 51  # 90 + 10 seconds of processor time
     assert re.fullmatch(r"30 of 41, 0:(49|50) left: unit/test_a.py::dear", shown.line())
-
-
-def test_the_tests_of_a_file_stay_in_one_process_and_share_what_they_compile():
-    (options,) = re.findall(
-        r"^RUN_TESTS .* -m pytest (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
-    )
-    assert {"-n 2", "--dist loadfile", "--max-worker-restart 0"} <= set(
-        re.findall(r"-\S+(?: [^-]\S*)?", options)
-    )

@@ -2,28 +2,20 @@
 
 import json
 
-import pytest
-
 from trainer.cli.export import command, limit_lengths, tokenizer_class
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model-00001-of-00003.safetensors", "vocab.json", "tokenizer.model", "README.md"],
-)
-def test_a_directory_with_other_files_is_refused(name, tmp_path, capsys):
+def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
     (tmp_path / ".git").mkdir()
-    (tmp_path / name).write_text("mine")
-    assert command(["run_dir=nowhere", f"out={tmp_path}"]) == 2
-    message = capsys.readouterr().err
-    assert f"out={tmp_path} is not empty ({name}), and" in message
-    assert (tmp_path / name).read_text() == "mine"
-
-
-def test_a_file_is_refused(tmp_path, capsys):
-    (tmp_path / "out").write_text("mine")
-    assert command(["run_dir=nowhere", f"out={tmp_path / 'out'}"]) == 2
-    assert "is no directory; choose another" in capsys.readouterr().err
+    file = tmp_path / "model.safetensors"
+    file.write_text("mine")
+    for out, reason in (
+        (tmp_path, "is not empty (model.safetensors), and"),
+        (file, "is no directory; choose another"),
+    ):
+        assert command(["run_dir=nowhere", f"out={out}"]) == 2
+        assert f"out={out} {reason}" in capsys.readouterr().err
+    assert file.read_text() == "mine"
 
 
 def test_hidden_files_as_of_a_clone_may_be_there(tmp_path, capsys):

@@ -1,14 +1,11 @@
 """Renamed keys: an old one is answered with its new name, and a saved configuration is
 read with it."""
 
-import pytest
-
 from trainer.cli.train import main
 from trainer.config.composition import compose_config
 from trainer.config.fields import flatten, from_saved, to_tree
-from trainer.config.renamed import RENAMED_CHOICES, RENAMED_KEYS, renamed_keys
+from trainer.config.renamed import RENAMED_KEYS, renamed_keys
 from trainer.config.schema import Config
-from trainer.errors import UserError
 
 
 def test_every_new_name_is_a_key_and_no_old_name_is():
@@ -22,14 +19,6 @@ def test_an_old_key_is_answered_with_its_new_name_in_one_line(capsys):
         assert main([f"{old}=1"]) == 2
         line = f"error: {old}=1: this key was renamed; use {new}=1\n"
         assert capsys.readouterr().err == line
-
-
-def test_an_old_choice_is_answered_with_its_new_name():
-    for old, new in RENAMED_CHOICES.items():
-        message = f"^{old}: this choice was renamed; use {new}$"
-        with pytest.raises(UserError, match=message):
-            compose_config([old])
-        compose_config([new])
 
 
 def with_old_names(tree):

@@ -17,7 +17,7 @@ from trainer.precision.gradients import (
     next_loss_scale,
 )
 from trainer.precision.methods import METHODS, Method
-from trainer.precision.policy import Policy, without_effect
+from trainer.precision.policy import without_effect
 
 
 class Rounded(Method):
@@ -76,15 +76,3 @@ def test_the_formats_of_a_configuration_are_those_that_the_library_has():
         except ValueError:
             is_parsed = False
         assert is_format(name) == is_parsed, name
-
-
-def test_a_policy_keeps_what_the_configuration_says_and_nothing_else():
-    precision = compose_config(
-        ["precision=fp8_delayed", "precision.amax_history=7"]
-    ).precision
-    assert dataclasses.asdict(precision) == dataclasses.asdict(precision.policy) | {
-        "name": "fp8_delayed",
-        "rescale_every": 200,
-        "require_fp8": None,
-    }
-    assert type(precision.policy) is Policy  # which equals that of a checkpoint

@@ -6,7 +6,6 @@ import pytest
 
 from trainer.report.charts import (
     MAX_POINTS,
-    Clock,
     Line,
     smoothed,
     thinned,
@@ -48,8 +47,3 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted(
 ):
     _, high, above = value_range([Line("", range(len(ys)), ys)])
     assert (least < high < most, above) == (True, count)
-
-
-def test_tokens_and_hours_lie_between_those_of_the_steps_with_rows():
-    clock = Clock([10, 20], [100, 200], [1.0, 3.0])
-    assert clock.at([10, 15, 20]) == ([100, 150, 200], [1.0, 2.0, 3.0])

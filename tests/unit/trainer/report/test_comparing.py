@@ -10,7 +10,6 @@ from trainer.cli.compare import Arguments, main, run_directories
 from trainer.errors import UserError
 from trainer.report.comparing import (
     differing_settings,
-    fitted,
     overridden,
 )
 from trainer.report.history import History
@@ -256,15 +255,6 @@ def test_a_loss_without_first_tokens_is_not_ranked_beside_others(compared):
     }
     not_ranked = "other validation text, not ranked: c"
     assert compared(**runs) == ["best: b", not_ranked]
-
-
-def test_a_table_of_text_is_not_wider_than_a_terminal():
-    rows = [["", *(f"key {i}" for i in range(40))]]
-    rows += [[f"run {n}", "x" * 300, *(["0.25"] * 39)] for n in range(3)]
-    lines = fitted(rows)
-    assert max(map(len, lines)) <= 120
-    assert all(any(f"key {i}" in line for line in lines) for i in range(40))
-    assert sum(line.startswith("run 2") for line in lines) == len(lines) / 4
 
 
 def test_another_comparison_is_not_overwritten_unless_it_is_named(sweep, compare):

@@ -1,17 +1,15 @@
 """Messages about a run: changes of its schedule and batches, and the data that it
 reads."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
-from trainer.assembly.startup_log import describe_change, describe_validation
+from trainer.assembly.startup_log import describe_change
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, prepare
-from trainer.data.dataset import Dataset
 from trainer.report.messages import describe_data, describe_schedule_change
 from trainer.run.checkpoint import Restored
 
@@ -78,33 +76,3 @@ def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
         "1 file, a single text; 540 training and 60 validation tokens (10.0% for"
         " validation)"
     )
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_a_share_of_validation_that_was_not_asked_for_is_told(tmp_path, is_long):
-    texts = [f"{i} words" for i in range(1000)] + ["long " * 2000] * is_long
-    write_rows(tmp_path / "a.jsonl", texts)
-    line = data_line(tmp_path, "a.jsonl", val_fraction=0.3)
-    assert ("not data.val_fraction=30.0%: whole documents are" in line) == is_long
-
-
-def test_a_validation_of_the_first_of_several_files_is_told(tmp_path):
-    for name in "ab":
-        write_rows(
-            tmp_path / f"{name}.jsonl", [f"{name} {i} words" for i in range(300)]
-        )
-
-    def lines(pattern, **train):
-        source = TextSource((str(tmp_path / pattern),))
-        directory = prepare(source, "byte", tmp_path / "cache")
-        c = compose_config(["train.batch_tokens=128", "model.context=64"])
-        c = dataclasses.replace(c, train=dataclasses.replace(c.train, **train))
-        data = Dataset.open(directory, seed=0, context=64, batch_size=2)
-        return describe_validation(c, data)
-
-    [line] = lines("*.jsonl", eval_batches=2)
-    assert line.startswith("a validation reads the first 256 of ")
-    batches = int(line.partition("eval_batches=")[2].partition(" ")[0])
-    assert lines("*.jsonl", eval_batches=batches) == []
-    assert lines("*.jsonl", eval_batches=2, eval_every=0) == []
-    assert lines("a.jsonl", eval_batches=2) == []

@@ -141,22 +141,3 @@ def test_underflow_is_charted_as_a_share_of_the_rms_with_its_limit():
     worst, limit = chart.shown
     assert (worst.name, worst.xs, limit.ys) == ("activations", [100], (1.0, 1.0))
     assert worst.ys == pytest.approx([0.0488281], rel=1e-5)
-
-
-def test_the_gradient_norm_is_shown_with_the_limit_where_that_mattered():
-    logged = rows(FALLING)
-    logged[9]["grad_norm"] = 3.0
-    for clip, is_shown in (("2.0", True), ("4.0", False), ("null", False)):
-        config = f"optimizer: {{clip_norm: {clip}}}"
-        chart = chart_of("Gradient norm", logged, config=config)
-        assert ("which 1.0% of the steps had" in chart.unit) == is_shown
-        assert (chart.shown[-1].name == "limit") == is_shown
-
-
-def test_the_learning_rate_is_charted_beside_the_critical_one_where_it_was_measured():
-    logged, title = rows(FALLING), "Learning rate / critical learning rate"
-    assert chart_of(title, logged) is None
-    logged[49] |= {"sharpness/critical": 500.0}
-    # a rate of 1e-3 where the critical one is 2 / 500
-    ratio, limit = chart_of(title, logged).shown
-    assert (ratio.xs, ratio.ys, limit.ys) == ([50], [0.25], (1.0, 1.0))

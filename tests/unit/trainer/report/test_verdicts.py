@@ -5,7 +5,6 @@ import math
 import pytest
 from histories import FALLING, FP8, history, rows, tensor
 
-from trainer.report.history import History, SavedEvaluation
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 
 
@@ -175,17 +174,6 @@ def test_a_mixture_was_read_as_often_as_its_samples_not_its_tokens():
         logged[-1][f"data/{source}/epochs"] = epochs
     facts = {"training tokens": "100,000"}
     assert history(logged, **facts).epochs == pytest.approx(34.9206)
-
-
-def test_losses_in_other_precisions_are_told_while_the_weights_are_the_same():
-    evaluation = SavedEvaluation(100, 4096, {"as trained": 2.0, "fp32": 1.99})
-    for losses, val, is_told in (
-        (FALLING, {100: 2.0}, True),
-        ([*FALLING, 1.0], {100: 2.0, 101: 1.9}, False),
-    ):
-        run = History("a run", rows(losses, val), [], "", evaluation=evaluation)
-        text = learning(run).text
-        assert ("is 2.0000 as trained, 1.9900 in fp32 (-0.50%)" in text) == is_told
 
 
 MORE_THAN = "of that tensor's RMS (too much from 1%)"

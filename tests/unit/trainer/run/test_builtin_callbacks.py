@@ -19,20 +19,14 @@ def numerics(layer):
     [
         (numerics("h.0"), None),
         (b"{not json}\n", "metrics.jsonl:1 is not a row of metrics"),
-        (numerics(r"$\foo$"), "metrics.jsonl is damaged (ValueError"),
         (numerics("\ud800"), "metrics.jsonl is damaged (TypeError"),
     ],
-    ids=["whole", "torn", "a formula", "half a character"],
 )
 def test_a_log_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, line, reason):
     (tmp_path / "metrics.jsonl").write_bytes(line)
     drawn = {}
     context = SimpleNamespace(run_dir=tmp_path, step=7, picture=drawn.__setitem__)
     pictures(10, lambda kind, layer: "fp16").run(context)
-    if reason is None:
-        assert drawn.keys() == {"numerics/weights/picture"}
-        assert not caplog.text
-    else:
-        assert not drawn
-        assert "no heat maps after step 7: " in caplog.text
-        assert reason in caplog.text
+    assert list(drawn) == ([] if reason else ["numerics/weights/picture"])
+    assert ("no heat maps after step 7: " in caplog.text) == bool(reason)
+    assert (reason or "") in caplog.text

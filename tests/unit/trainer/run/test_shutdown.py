@@ -73,33 +73,34 @@ def test_a_signal_is_seen_by_a_loop_that_works(start, number):
     assert ended(process) == (0, f"left by {int(number)}\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_answered_at_once_and_says_what_a_second_one_does(start, number):
+def test_a_signal_is_answered_at_once_and_says_what_a_second_one_does(start):
     process = start("tells", stop=30)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == (
-        f"{number.name} (in step 3): stopping after this step and saving a checkpoint"
-        " within 30 s; a second Ctrl-C ends the process at once, without that"
-        " checkpoint\n"
+        "SIGINT (in step 3): stopping after this step and saving a checkpoint within"
+        " 30 s; a second Ctrl-C ends the process at once, without that checkpoint\n"
     )
 
 
 def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
-    process = start("hangs", stop=0.3)
-    process.terminate()
+    process = start("hangs", stop=1.2)
+    for _ in range(3):  # schedulers repeat it, which changes nothing
+        process.terminate()
+        time.sleep(0.2)
+        assert process.poll() is None
     code, output, errors = ended(process)
     assert code == 128 + signal.SIGTERM
-    assert (
-        errors == "error: not stopped within 0.3 s of the signal; the run was still"
-        " in step 3; ended; checkpoints: 20; re-run the same command to resume\n"
+    assert errors == (
+        "error: not stopped within 1.2 s of the signal; the run was still in step 3;"
+        " ended; checkpoints: 20; re-run the same command to resume\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
     assert 'File "<string>", line 15 in <module>' in (tmp_path / "hang.txt").read_text()
 
 
-def test_what_hangs_is_reported_once_and_then_ended(start):
+def test_a_process_that_hangs_is_reported_once_and_then_ended(start):
     code, output, errors = ended(start("hangs", stall=0.2, hang=1.2))
     assert code == HUNG
     assert output.count("stalled: no progress for ") == 1
@@ -109,64 +110,30 @@ def test_what_hangs_is_reported_once_and_then_ended(start):
     assert errors.count("\n") == 1
 
 
-FULL_DISK = "def full(text): raise OSError(28, 'No space left')\n"
-FULL = FULL_DISK + CODE.replace("say, announce", "full, full")
-
-
-def test_on_a_full_disk_that_takes_no_report_what_hangs_is_still_ended(
+def test_on_a_full_disk_that_takes_no_report_a_process_that_hangs_is_still_ended(
     start, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules[__name__], "CODE", FULL)
-    with open("/dev/full", "w") as full:
-        process = start("hangs", stall=0.2, hang=1.2, stderr=full)
+    full = "def full(text): raise OSError(28, 'No space left')\n"
+    code = full + CODE.replace("say, announce", "full, full")
+    monkeypatch.setattr(sys.modules[__name__], "CODE", code)
+    with open("/dev/full", "w") as full_disk:
+        process = start("hangs", stall=0.2, hang=1.2, stderr=full_disk)
         assert process.wait(timeout=30) == HUNG
 
 
-def test_on_a_full_disk_a_process_that_cannot_close_is_ended():
-    code = (
-        "import time; from trainer.run.shutdown import leave_within; leave_within(0.1,"
-        " OSError(28)); time.sleep(100)"
-    )
-    with open("/dev/full", "w") as full:
-        assert (
-            subprocess.run(
-                [sys.executable, "-c", code], stderr=full, timeout=30, check=False
-            ).returncode
-            == HUNG
-        )
-
-
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_ctrl_c_ends_what_hangs_at_once_and_says_what_it_cost(
-    start, tmp_path, first
-):
+def test_a_second_ctrl_c_ends_a_process_that_hangs_at_once(start, tmp_path, first):
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     process = start("hangs", stop=30)
     process.send_signal(first)
     time.sleep(0.5)  # two at once arrive in any order
     process.send_signal(signal.SIGINT)
-    error = (
+    code, output, errors = ended(process)
+    assert (code, output) == (128 + signal.SIGINT, "")
+    ended_in = (
         "error: second Ctrl-C: process ended in step 3; checkpoints of steps: 20;"
-        " later steps are lost; "
     )
-    assert ended(process) == (
-        128 + signal.SIGINT,
-        "",
-        f"{error}re-run the same command to resume\n",
-    )
-
-
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_sigterm_changes_nothing_before_the_time_is_up(start, first):
-    process = start("hangs", stop=1.5)
-    process.send_signal(first)
-    for _ in range(3):
-        time.sleep(0.2)
-        process.terminate()
-        assert process.poll() is None
-    code, _, errors = ended(process)
-    assert code == 128 + first
-    assert errors.startswith("error: not stopped within 1.5 s of the signal")
+    assert errors.startswith(ended_in)
 
 
 def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
@@ -198,14 +165,5 @@ except KeyboardInterrupt:
     print("swallowed, or an abort by nanobind")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert (
-        done.stderr == "error: interrupted before the first step; nothing was trained\n"
-    )
-
-
-def test_without_bounds_nothing_ends_it(start):
-    process = start("hangs")
-    process.terminate()
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.communicate(timeout=1)
+    error = "error: interrupted before the first step; nothing was trained\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", error)

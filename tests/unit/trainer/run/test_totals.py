@@ -1,13 +1,10 @@
 """Totals go on from those of a checkpoint, whatever the settings are now."""
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 from trainer.assembly.build import build_totals
 from trainer.config.composition import compose_config
-from trainer.run.checkpoint_formats import as_current
 from trainer.run.metadata import Totals
 from trainer.run.totals import continued_totals
 
@@ -30,23 +27,6 @@ def test_steps_count_with_the_settings_that_they_were_taken_with():
     assert continued_totals({"totals": asdict(second(50))}, 50, per_step(1))(
         50
     ) == Totals(15_360, 700.0, 1400.0)
-
-
-def test_totals_from_somebody_else_may_lack_parts():
-    assert continued_totals({"totals": {"tokens": 9}}, 1, per_step(4))(2) == Totals(13)
-
-
-def test_a_checkpoint_of_format_3_is_counted_by_its_configuration():
-    saved = Path(__file__).parents[3] / "data" / "saved_by_7ef3f38" / "fp32"
-    file = saved / "checkpoints" / "2" / "manifest" / "metadata"
-    meta = as_current(json.loads(file.read_text()))["meta"]
-    assert continued_totals(meta, 2, per_step(1000))(3) == Totals(2 * 256 + 1000)
-
-
-def test_samples_of_another_number_of_sources_are_counted_anew():
-    saved = {"totals": asdict(per_step(256)(40))}
-    totals = continued_totals(saved, 40, per_step(256, samples=(6, 2)))
-    assert totals(50) == Totals(50 * 256, samples=(60, 20))
 
 
 def test_replicas_that_do_not_take_part_train_on_nothing():

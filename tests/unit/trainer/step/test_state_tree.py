@@ -22,27 +22,21 @@ def test_a_checksum_does_not_depend_on_the_sharding():
     "dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.bool_]
 )
 def test_every_single_bit_changes_the_checksum(dtype):
-    itemsize = np.dtype(dtype).itemsize
-    raw = (
-        np.random.default_rng(0)
-        .integers(0, 2 if dtype == jnp.bool_ else 256, 12 * itemsize)
-        .astype(np.uint8)
-    )
-    whole = checksums([jnp.asarray(raw.view(dtype))])
-    for bit in range(0, raw.size * 8, 8 if dtype == jnp.bool_ else 1):
+    # A boolean is a byte of which only the first bit may be set.
+    values, bits = (2, 8) if dtype == jnp.bool_ else (256, 1)
+    rng, size = np.random.default_rng(0), 12 * np.dtype(dtype).itemsize
+    raw = rng.integers(0, values, size).astype(np.uint8)
+    expected = checksums([jnp.asarray(raw.view(dtype))])
+    for bit in range(0, raw.size * 8, bits):
         changed = raw.copy()
         changed[bit // 8] ^= 1 << (bit % 8)
-        assert checksums([jnp.asarray(changed.view(dtype))]) != whole, bit
+        assert checksums([jnp.asarray(changed.view(dtype))]) != expected, bit
 
 
 def test_a_checksum_tells_places_apart():
     x = jnp.arange(6.0)
-    assert (
-        len(
-            {checksums([x])[0], checksums([x[::-1]])[0], checksums([jnp.roll(x, 1)])[0]}
-        )
-        == 3
-    )
+    sums = {checksums([y])[0] for y in (x, x[::-1], jnp.roll(x, 1))}
+    assert len(sums) == 3
 
 
 def test_two_changes_that_cancel_in_one_sum_change_the_checksum():
