@@ -103,21 +103,3 @@ def test_no_file_outside_of_precision_compares_the_name_of_a_scaling_method():
         if compares_scaling(node)
     ]
     assert actual == []
-
-
-def test_importing_does_not_load_what_is_not_used_yet():
-    code = "import sys"
-    for module, absent in [
-        ("trainer.config.schema", {"jax", "wandb", "datasets", "orbax"}),
-        ("trainer.models.registry", {"jax", "safetensors"}),
-        ("trainer.assembly.run", {"wandb", "datasets"}),
-    ]:
-        code += f"\nimport {module}; print(*sorted({absent} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == []

@@ -9,9 +9,6 @@ from scripts.docs.hooks import (
     NOTEBOOKS,
     OUTSIDE,
     api_pages,
-    linked_files,
-    source_page,
-    with_links,
 )
 from scripts.docs.keys import key_pages
 from trainer.config.reference import reference
@@ -55,13 +52,3 @@ def test_every_key_has_its_heading_default_and_comment(keys):
                 section = text.partition(heading)[2].partition("\n## ")[0]
                 assert "- Default: `" in section
                 assert key.about in section.replace("\\", ""), key.name
-
-
-def test_links_of_the_forge_become_links_of_the_site():
-    text = "[a](../README.md) [b](trust.md#x) [gpu.md](gpu.md) [c](../pyproject.toml)\n```py\n[d](../LICENSE)\n```\n"
-    assert with_links(text, "models.md") == (
-        "[a](index.md) [b](trust.md#x) [GPUs](gpu.md) [c](source/pyproject.toml.md)\n"
-        "```py\n[d](../LICENSE)\n```\n"
-    )
-    assert linked_files([text]) == ["LICENSE", "pyproject.toml"]
-    assert source_page(".python-version").startswith("# .python-version\n\n````text\n3")

@@ -12,7 +12,7 @@ import pytest
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import without_dashes
 from trainer.cli.evaluate import harness_command
-from trainer.cli.train import HydraJob, check_same_text, validation_loss, with_seed
+from trainer.cli.train import HydraJob, validation_loss
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -44,14 +44,6 @@ def test_dashes_before_a_key_are_left_out():
 def test_an_option_is_answered_with_the_key(given, message):
     with pytest.raises(UserError, match=message):
         without_dashes(given, lambda: KEYS)
-
-
-def test_integers_that_jax_lacks_are_refused(monkeypatch, capsys):
-    for name, key in (("generate", "top_k"), ("explain", "batch")):
-        words = name, "run_dir=x", f"{key}=3000000000"
-        code, _, err = called(monkeypatch, capsys, *words)
-        assert code == 2
-        assert "expected at most 2147483647" in err
 
 
 @pytest.mark.parametrize("name", [None, *COMMANDS])
@@ -93,29 +85,6 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert validation_loss(job) == 2.5
     assert validation_loss(HydraJob(tmp_path, [], exit_code=3)) == math.inf
-
-
-def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
-    jobs = []
-    for name, tokens in (("0", 900), ("1", 900), ("2", 1800)):
-        (tmp_path / name).mkdir()
-        jobs.append(HydraJob(tmp_path / name, ["train.batch_tokens=9"], exit_code=0))
-        row = f'{{"step": 2, "tokens": 18, "val/loss": 2.5, "val/tokens": {tokens}}}\n'
-        (tmp_path / name / "metrics.jsonl").write_text(row)
-        config = "train: {steps: 2, batch_tokens: 9}\n"
-        (tmp_path / name / "config.yaml").write_text(config)
-        (tmp_path / name / "environment.txt").write_text("validation digest: a\n")
-    check_same_text(jobs[1], jobs[0])
-    with pytest.raises(UserError, match="on more or less of it, so its loss counts as"):
-        check_same_text(jobs[2], jobs[0])
-
-
-def test_a_search_with_optuna_draws_the_same_values_again():
-    search, seed = ["hydra/sweeper=optuna", "x=1"], "hydra.sweeper.sampler.seed"
-    assert with_seed(search) == [*search, f"{seed}=0"]
-    own = (f"{seed}=7", "hydra/sweeper/sampler=grid")
-    for given in (["x=1,2"], *([*search, choice] for choice in own)):
-        assert with_seed(given) == given
 
 
 def test_help_and_mistyped_keys_need_no_jax():

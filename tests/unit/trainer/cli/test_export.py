@@ -18,12 +18,6 @@ def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
     assert file.read_text() == "mine"
 
 
-def test_hidden_files_as_of_a_clone_may_be_there(tmp_path, capsys):
-    (tmp_path / ".gitattributes").write_text("mine")
-    assert command(["run_dir=nowhere", f"out={tmp_path}"]) == 2
-    assert "nowhere" in capsys.readouterr().err.partition(";")[0]
-
-
 def test_the_tokenizer_is_loaded_as_its_file_says(tmp_path):
     """AutoTokenizer gives one beside a Qwen2 the word pattern of Qwen2."""
     assert tokenizer_class(tmp_path) == "AutoTokenizer"

@@ -1,5 +1,4 @@
-"""What `Program` reads in small programs compiled for an H200, whose products, loops
-and collectives are known."""
+"""Products, loops and collectives of small programs, compiled for an H200."""
 
 import math
 
@@ -11,23 +10,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalify_core import (
-    ScaledArray,
     fp8_dot_general,
-    scalify,
 )
 from scalify_core.ops.functional import attention
-from scalify_core.ops.matmul import Fp8DotGeneral
-from trainer.compiled.fp8 import (
-    PRODUCTS,
-    layer_products,
-    missing_products,
-    without_peeled,
-)
+from trainer.compiled.fp8 import PRODUCTS, layer_products, missing_products
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction
 from trainer.compiled.operations import Gemm
-from trainer.models.llama.model import functional
-from trainer.models.llama.spec import LlamaSpec, linear_sizes
 from trainer.plan.aot import OPTIONS, lower_for_target, make_target_mesh
 from trainer.plan.targets import get_target
 
@@ -70,28 +59,6 @@ def test_a_product_in_fp8_and_its_gradients(one):
     assert sum(g.flops for g in p.gemms) == 3 * 2 * 256 * 64 * 512
     assert fp8_share(p) == 1
     assert sum(k.times for k in p.kernels if k.kind == "gemm") == 3
-
-
-@pytest.mark.parametrize(
-    ("triton", "dtype"), [(True, "bf16"), (False, "fp8")], ids=["triton", "cublas"]
-)
-def test_a_product_that_looks_like_fp8_is_what_the_compiler_makes_of_it(
-    one, triton, dtype
-):
-    def upcast(x, w):
-        x8, w8 = x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn)
-        return lax.dot_general(x8.astype(x.dtype), w8.astype(w.dtype), MATRIX)
-
-    p = program(
-        one,
-        upcast,
-        (256, 128),
-        (128, 512),
-        dtype=jnp.bfloat16,
-        xla_gpu_enable_triton_gemm=triton,
-    )
-    assert [(g.dtype, g.sizes) for g in p.gemms] == [(dtype, (1, 256, 512, 128))]
-    assert fp8_share(p) == (dtype == "fp8")
 
 
 def test_the_content_of_a_loop_counts_in_each_iteration(one):
@@ -138,35 +105,6 @@ def test_grouped_keys_and_values_reach_cudnn_attention_as_they_are(one):
             arrays = [p.entry[name].shapes[0].dims for name in call.operands[:3]]
             sizes = sorted(map(math.prod, arrays))
             assert sizes == [math.prod(keys), math.prod(keys), math.prod(queries)]
-
-
-def test_every_product_of_a_llama_block_is_fp8_forward_and_backward(one):
-    sizes = {"n_layer": 1, "n_head": 4, "n_kv_head": 2, "d_model": 256, "d_mlp": 512}
-    spec = LlamaSpec(256, 128, mlp="smooth_swiglu", tied=True, **sizes)
-    dot_general = lambda path: Fp8DotGeneral(path, keep_rhs=spec.keep_fp8_weights)
-    places = ("layer_norm", "qkv")
-    init, bind, *_ = functional(spec, dot_general_for=dot_general, rescale_grads=places)
-
-    def scaled(x):
-        data = jax.ShapeDtypeStruct(x.shape, jnp.float16, sharding=one)
-        return ScaledArray(data, 2.0**-6)
-
-    params = jax.tree.map(scaled, jax.eval_shape(init, jax.random.key(0)))
-    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=one)
-    loss = lambda p, tokens: bind(p).loss(tokens, tokens)
-    gradient = jax.jit(scalify(jax.grad(loss), scales="static"))
-    lowered = lower_for_target(lambda: gradient.lower(params, tokens))
-    p = Program(lowered.compile(compiler_options=OPTIONS).as_text())
-    # XLA makes one product of several that share an operand; the FLOPs stay.
-    weights = sum(d * f for d, f in linear_sizes(spec).values())
-    head = 256 * 256
-    for is_fp8, size in ((True, weights), (False, head)):
-        flops = sum(g.flops for g in p.gemms if (g.dtype == "fp8") == is_fp8)
-        assert flops == 3 * 2 * 2 * 128 * size
-    # One that writes an array and its transpose reaches a quarter of the bandwidth.
-    assert [e.instruction for e in p.executed if p.writes_both_orders(e)] == []
-    attentions = [(a.dtype, a.sizes) for a in p.attentions]
-    assert attentions == 2 * [("fp16", (2, 4, 128, 128, 64))]
 
 
 def test_collectives_have_the_bytes_of_their_arrays(mesh):

@@ -74,14 +74,9 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
             "resume.convert=true is not supported with diloco.replicas=4",
         ),
         (
-            ["parallel=diloco", "diloco.quorum=5"],
-            "diloco.replicas=4 is less than diloco.quorum=5",
-        ),
-        (
             ["parallel=diloco", "diloco.bandwidth_gbps=0"],
             "diloco.bandwidth_gbps=0: expected gigabits a second",
         ),
-        (["parallel=diloco", "diloco.outer_momentum=1"], "diloco.outer_momentum"),
     ],
 )
 def test_settings_of_replicas_that_cannot_be_are_refused_in_a_line(arguments, message):

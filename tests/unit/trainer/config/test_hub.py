@@ -37,14 +37,6 @@ def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):
     assert len(hub) == 1
 
 
-def test_an_id_in_a_file_of_one_s_own_is_fetched(hub, tmp_path):
-    text = "init_from: owner/model\ndata:\n  tokenizer: owner/other\n"
-    (tmp_path / "my.yaml").write_text(text)
-    config = compose_config(["config=my.yaml"])
-    assert config.init_from == config.data.tokenizer == str(tmp_path / "cache")
-    assert hub == [("owner/model", None), ("owner/other", None)]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -25,7 +25,6 @@ def test_a_run_that_was_saved_before_has_no_launcher():
     ("words", "message"),
     [
         (["launcher.workers=[1,2]"], "the command itself trains; choose launcher=ray"),
-        ([*RAY], "launcher.workers=null: expected the fewest and the most"),
         ([*RAY, "launcher.workers=[4,2]"], "launcher.workers=[4, 2]: expected"),
         ([*RAY, "launcher.workers=[1,2]", "launcher.restarts=null"], "launcher=ray,"),
         (

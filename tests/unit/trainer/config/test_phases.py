@@ -54,10 +54,6 @@ def test_each_phase_has_its_own_settings_and_rates():
             "[{until:6,precision:bf61},{}]",
             "train.phases: precision='bf61' is no preset; did you mean 'bf16'",
         ),
-        (
-            "[{until:6,precision:{name:bf16,weigts:bf16}},{}]",
-            "unknown key train.phases[0].precision.weigts",
-        ),
     ],
 )
 def test_phases_that_cannot_be_are_refused_in_a_line(phases, message):

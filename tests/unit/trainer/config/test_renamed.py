@@ -43,11 +43,3 @@ def test_a_configuration_saved_with_old_names_is_the_same_configuration():
     assert old["parallel"]["local"] == 2
     assert from_saved(Config, old) == config
     assert renamed_keys(renamed_keys(old)) == renamed_keys(old)
-
-
-def test_the_precision_of_a_phase_is_read_with_old_names():
-    config = compose_config(["train.phases=[{until:9,precision:bf16},{}]", "run_dir=a"])
-    old = with_old_names(to_tree(config))
-    phase = old["train"]["phases"][0]
-    phase["precision"]["keep"] = phase["precision"].pop("exclude")
-    assert from_saved(Config, old) == config

@@ -9,11 +9,9 @@ import pytest
 
 from trainer.observe.display import (
     PLAIN_SECONDS,
-    SPARKS,
     Display,
     Output,
     short,
-    sparkline,
 )
 
 ROW = {
@@ -113,42 +111,12 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
         assert part in text
 
 
-def test_log_records_appear_without_a_terminal_too_and_once(clock, monkeypatch):
-    elsewhere = io.StringIO()  # of any library's logging.basicConfig
-    root, logger = logging.getLogger(), logging.getLogger("trainer")
-    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(elsewhere)])
-    monkeypatch.setattr(logger, "handlers", [])
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    display, stream = make(clock)
-    with display:
-        logging.getLogger("trainer.observe").info("W&B run")
-    logging.getLogger("trainer.observe").info("after")
-    logger.setLevel(level)
-    assert (stream.getvalue(), elsewhere.getvalue()) == ("W&B run\n", "")
-
-
 @pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0"), (999, "999"), (999.7, "1k"), (1234, "1.23k"), (4e15, "4e+03T")],
 )
 def test_short_numbers(number, text):
     assert short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "shown"),
-    [
-        ([float(v) for v in range(8)], 8, SPARKS),
-        # means of equal parts
-        ([0.0, 2.0, 7.0, 9.0], 2, SPARKS[0] + SPARKS[-1]),
-        ([1.0, float("nan"), 2.0], 3, SPARKS[0] + "x" + SPARKS[-1]),
-        ([5.0, 5.0], 9, SPARKS[0] * 2),
-        ([], 10, ""),
-    ],
-)
-def test_a_sparkline_goes_from_the_lowest_to_the_highest(values, width, shown):
-    assert sparkline(values, width) == shown
 
 
 def test_a_run_whose_output_nobody_takes_goes_on(capsys):

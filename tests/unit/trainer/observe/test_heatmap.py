@@ -5,7 +5,7 @@ import math
 import numpy as np
 from matplotlib.image import imread
 
-from trainer.observe.heatmap import draw_all, nearness, table
+from trainer.observe.heatmap import draw_all, nearness
 
 LAYERS = ["wte.embedding", "h.0.mlp.c_fc.kernel", "h.1.mlp.c_fc.kernel"]
 
@@ -17,15 +17,6 @@ def row(step, layers=LAYERS, kind="weights", **figures):
         for name, value in values.items():
             result[f"numerics/{kind}/{layer}/{name}"] = value
     return result
-
-
-def test_rows_become_an_array_of_layers_and_steps_with_nan_where_a_value_is_missing():
-    rows = [row(10, rms=2.0), {"step": 11}, row(20, LAYERS[:2], rms=4.0)]
-    layers, steps, values = table([*rows, row(30, rms="NaN")], "weights")
-    assert (layers, steps) == (LAYERS, [10, 20, 30])
-    expected = [[2, 4, math.nan], [2, 4, math.nan], [2, math.nan, math.nan]]
-    np.testing.assert_array_equal(values["rms"], expected)
-    assert table(rows, "mu")[:2] == ([], [])
 
 
 def test_each_class_that_the_rows_have_is_one_png_and_nothing_else_is_written(tmp_path):

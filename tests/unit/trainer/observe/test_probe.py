@@ -80,22 +80,3 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_that_it_has_w
     # before.
     tolerance = 3 * 2**-10 if scaled else 1e-5
     assert_allclose(data_rms * 2.0**exponent, rms, rtol=tolerance)
-
-
-def test_a_probe_takes_no_rounding_away_from_other_uses_of_its_array():
-    """An operand of a matrix product that is used elsewhere, too, is rounded once for
-    both: it is read through the probe, where it is differentiated."""
-
-    def function(x, weight, slot):
-        def outputs(x, slot):
-            squares = x * x
-            product = (squares if slot is None else probe(squares, slot)) @ weight
-            return product, squares + 1
-
-        return jax.vjp(outputs, x, slot)[0]
-
-    x = ScaledArray(normal(0).astype(HALF), 1.0)
-    weight = ScaledArray(normal(1, (32, 8)).astype(HALF), 1.0)
-    actual = scalify(function)(x, weight, EMPTY)
-    for a, b in zip(actual, scalify(function)(x, weight, None), strict=True):
-        assert_array_equal(a.data, b.data)

@@ -51,13 +51,6 @@ def test_a_method_is_added_by_its_entry_alone(rounded):
     assert without_effect(plain)["clip_outliers"] == reason
 
 
-def test_every_method_is_found_by_its_name_and_uses_keys_that_there_are():
-    keys = compose_config([]).precision
-    for name, method in METHODS.items():
-        assert method.name == name
-        assert all(hasattr(keys, key) for key in method.settings)
-
-
 def test_the_skips_of_a_loss_scale_are_its_halvings_to_the_least():
     scale, steps = first_loss_scale(), 0
     while (smaller := next_loss_scale(scale, (), False)).value < scale.value:

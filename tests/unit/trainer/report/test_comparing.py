@@ -1,7 +1,6 @@
 """Runs are compared: the best first, the keys that differ, and where the page goes."""
 
 import json
-import re
 
 import pytest
 import yaml
@@ -9,8 +8,12 @@ import yaml
 from trainer.cli.compare import Arguments, main, run_directories
 from trainer.errors import UserError
 from trainer.report.comparing import (
+    NO_FINAL_LOSS,
+    OTHER_TEXT,
+    RANKED,
     differing_settings,
     overridden,
+    ranked_entries,
 )
 from trainer.report.history import History
 
@@ -93,17 +96,6 @@ def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_page(sweep, c
     assert "4 (not ranked)" in text
 
 
-def test_runs_that_differ_in_more_than_the_seed_have_no_mean(sweep, compare):
-    assert "over seeds" not in compare(f"{sweep}/0,{sweep}/4,{sweep}/8")
-    last = compare(f"{sweep}/0,{sweep}/1").splitlines()[-1]
-    assert last.split() == ["3.0950", "0.0071", "2"]
-    for name, seed in (("4", 1), ("5", 2)):
-        make_run(sweep / name, None, seed=seed)
-    out = compare(f"{sweep}/4,{sweep}/5")
-    assert "best: " not in out  # nothing was validated
-    assert out.splitlines()[-1].split() == ["-", "-", "0", "of", "2"]
-
-
 def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     """Its last start need not repeat an override or a group, and that it was continued
     is no difference."""
@@ -140,7 +132,6 @@ def test_runs_are_directories_or_patterns_in_the_order_of_numbers(sweep, monkeyp
     [
         ("3,{}/nowhere", "there is no directory .*nowhere "),
         ("1,{}/2", r"1 has no metrics\.jsonl with rows; .*tracker=jsonl"),
-        ("[12]", r"found 0 runs .*, and 2 without one, which had tracker=none"),
         ("3,{}/3", "given twice"),
     ],
 )
@@ -161,7 +152,6 @@ CHANCE = f"{BY_MEAN}, optimizer.lr=0.3 is the best; the best single run may be c
     [
         ([(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)], [LARGEST.format(10.0)]),
         ([(1e-05, 1.0), (0.2, 2.0)], ["smallest tried, 1e-05; try smaller"]),
-        ([(0.1, 3.0), (0.2, 1.0), (0.3, None)], []),  # it was tried
         # the best run is of 0.2, the best mean of 0.3
         (
             [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, 1.7)],
@@ -181,80 +171,70 @@ def test_a_best_value_at_an_end_of_those_tried_or_by_chance_is_told(
     assert sorted(lines) == sorted(told)
 
 
-@pytest.fixture
-def compared(tmp_path, compare):
-    def compared(**runs):
-        """Return what is said of runs, each a loss, the step of its last validation,
-        the tokens that it read, those that a final one reads, and data."""
-        for name, (loss, step, tokens, final, data) in runs.items():
-            facts = {"validation tokens": 100_000, "final validation tokens": final}
-            settings = {"train": {"steps": 2}, "data": data}
-            run_dir = tmp_path / name
-            make_run(run_dir, loss, facts=facts, tokens=tokens, **settings)
-            if step < 2:
-                log = run_dir / "metrics.jsonl"
-                first, last = map(json.loads, log.read_text().splitlines())
-                first |= {"val/loss": loss, "val/tokens": tokens}
-                if step == 1:
-                    del last["val/loss"], last["val/tokens"]
-                else:  # the run diverges afterwards
-                    last["val/loss"] = "NaN"
-                write_rows(run_dir, [first, last])
-        out = compare(",".join(str(tmp_path / name) for name in runs))
-        lines = [x for x in out.splitlines() if re.search(r"^best: |ranked: ", x)]
-        return [line.replace(f"{tmp_path}/", "").split(" (")[0] for line in lines]
-
-    return compared
+def validated(name, loss, tokens, step=2, config="", digest="a"):
+    """Return a run of two steps that was last validated after `step`."""
+    logged = [{"step": i, "tokens": i, "train/loss": 5.0 - i} for i in (1, 2)]
+    logged[step - 1] |= {"val/loss": loss, "val/tokens": tokens}
+    facts = {"validation digest": digest, "validation tokens": "100,000"}
+    facts |= {"final validation tokens": "12800"}
+    config = f"train: {{steps: 2}}\n{config}"
+    return History(name, logged, [], config, facts=facts)
 
 
-def test_runs_that_read_less_of_the_validation_text_are_not_ranked(compared):
-    def run(loss, tokens):
-        return (loss, 2, tokens, tokens, {})
+def marks(*runs):
+    return [(entry.history.name, entry.mark) for entry in ranked_entries(runs)]
 
-    a, b, c = run(3.0, 12_800), run(2.5, 12_800), run(2.0, 5_120)
-    not_ranked = "validated on 5,120 tokens, not ranked: c"
-    assert compared(a=a, b=b, c=c) == ["best: b", not_ranked]
+
+def test_runs_that_read_less_of_the_validation_text_are_not_ranked():
+    a, b = validated("a", 3.0, 12_800), validated("b", 2.5, 12_800)
+    less = ("c", "validated on 5,120 tokens, not ranked")
+    entries = marks(a, b, validated("c", 2.0, 5_120))
+    assert entries == [("b", RANKED), ("a", RANKED), less]
     # All of the text, but for the part of a batch.
-    complete = run(3.0, 99_840)
-    assert compared(a=complete, b=run(2.5, 99_328)) == ["best: b"]
+    complete = validated("a", 3.0, 99_840)
+    entries = marks(complete, validated("b", 2.5, 99_328))
+    assert entries == [("b", RANKED), ("a", RANKED)]
     # The end of the text may be of another kind.
-    not_ranked = "validated on 98,304 tokens, not ranked: b"
-    assert compared(a=complete, b=run(2.5, 98_304)) == [not_ranked]
+    less = ("b", "validated on 98,304 tokens, not ranked")
+    assert marks(complete, validated("b", 2.5, 98_304)) == [("a", RANKED), less]
 
 
 @pytest.mark.parametrize("tokens", [256, 12_800])
-def test_a_run_that_stopped_early_or_diverged_is_not_ranked_beside_finished_ones(
-    compared, tokens
-):
-    not_ranked = "no final validation loss, not ranked: c"
-    runs = {name: (loss, 2, 12_800, 12_800, {}) for name, loss in (("a", 3), ("b", 2))}
-    c = (1.0, 1, tokens, 12_800, {})
-    assert compared(**runs, c=c) == ["best: b", not_ranked]
-    assert compared(c=c, d=(1.1, 1, tokens, 12_800, {})) == ["best: c"]
-    # its best loss is not its last
-    assert compared(**runs, c=(1.0, 0, 12_800, 12_800, {})) == ["best: b", not_ranked]
+def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tokens):
+    early = validated("c", 1.0, tokens, step=1)
+    finished = validated("a", 3.0, 12_800), validated("b", 2.0, 12_800)
+    entries = marks(early, *finished)
+    assert entries == [("b", RANKED), ("a", RANKED), ("c", NO_FINAL_LOSS)]
+    other = validated("d", 1.1, tokens, step=1)
+    assert marks(early, other) == [("c", RANKED), ("d", RANKED)]
 
 
-def test_a_mixture_in_other_shares_is_another_validation_text(compared):
-    mix = {"source": "mix", "sources": ["easy.txt", "hard.txt"], "stages": None}
-    losses = (("a", [1, 1]), ("b", [3, 1]), ("c", None), ("d", [2, 2]))
-    runs = {
-        name: (3.0 - i / 10, 2, 9, 9, mix | {"weights": weights})
-        for i, (name, weights) in enumerate(losses)
-    }
-    assert compared(**runs) == ["best: d", "other validation text, not ranked: b"]
-    # A later stage decides: every validation has the shares that a run ends with.
-    stages = mix | {"weights": [3, 1], "stages": [[1, 1, 1]]}
-    assert compared(**runs | {"b": (1.0, 2, 9, 9, stages)}) == ["best: b"]
+MIXTURE = "data: {{source: mix, sources: [a.txt, b.txt], weights: {}, stages: {}}}"
 
 
-def test_a_loss_without_first_tokens_is_not_ranked_beside_others(compared):
-    runs = {
-        name: (loss, 2, 9, 9, {"boundary_loss": boundary})
-        for name, loss, boundary in (("a", 3, None), ("b", 2, True), ("c", 1, False))
-    }
-    not_ranked = "other validation text, not ranked: c"
-    assert compared(**runs) == ["best: b", not_ranked]
+@pytest.mark.parametrize(
+    ("first", "same", "other"),
+    [
+        ("", "data: {boundary_loss: true}", "data: {boundary_loss: false}"),
+        (
+            MIXTURE.format("[1, 1]", "null"),
+            MIXTURE.format("null", "null"),
+            MIXTURE.format("[3, 1]", "null"),
+        ),
+        # A later stage decides: every validation has the shares that a run ends with.
+        (
+            MIXTURE.format("[2, 2]", "null"),
+            MIXTURE.format("[3, 1]", "[[1, 1, 1]]"),
+            MIXTURE.format("[1, 1]", "[[1, 3, 1]]"),
+        ),
+    ],
+)
+def test_runs_of_another_validation_text_are_not_ranked(first, same, other):
+    runs = [
+        validated(name, loss, 9, config=config)
+        for name, loss, config in (("a", 3, first), ("b", 2, same), ("c", 1, other))
+    ]
+    assert marks(*runs) == [("b", RANKED), ("a", RANKED), ("c", OTHER_TEXT)]
 
 
 def test_another_comparison_is_not_overwritten_unless_it_is_named(sweep, compare):

@@ -1,16 +1,13 @@
 """Messages about a run: changes of its schedule and batches, and the data that it
 reads."""
 
-import json
-
 import numpy as np
 import pytest
 
 from trainer.assembly.startup_log import describe_change
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
-from trainer.data import Manifest, TextSource, prepare
-from trainer.report.messages import describe_data, describe_schedule_change
+from trainer.report.messages import describe_schedule_change
 from trainer.run.checkpoint import Restored
 
 
@@ -51,28 +48,3 @@ def test_another_batch_size_says_which_data_come_next(tokens, says):
     (line,) = describe_change(new, checkpoint)
     assert says in line
     assert describe_change(old, checkpoint) == []
-
-
-def write_rows(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def data_line(tmp_path, *names, **settings):
-    source = TextSource(tuple(str(tmp_path / name) for name in names))
-    directory = prepare(source, "byte", tmp_path / "cache", **settings)
-    return describe_data(Manifest.load(directory))
-
-
-def test_the_files_and_documents_that_were_read_are_counted(tmp_path):
-    for i in range(3):
-        (tmp_path / f"{i}.txt").write_text("words " * 100)
-    write_rows(tmp_path / "a.jsonl", [*(f"{i} words" for i in range(97)), ""])
-    line = data_line(tmp_path, "*.txt", "a.jsonl")
-    assert line.startswith("4 files (3 text, 1 jsonl), 100 documents; ")
-    line = data_line(tmp_path, "a.jsonl")
-    assert line.startswith("1 file, 97 documents; ")
-    assert "; 1 document was skipped, which holds no text" in line
-    assert data_line(tmp_path, "0.txt") == (
-        "1 file, a single text; 540 training and 60 validation tokens (10.0% for"
-        " validation)"
-    )

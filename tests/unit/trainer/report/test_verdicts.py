@@ -30,11 +30,8 @@ NEARLY_LEVEL = [5.5 - 1e-6 * i for i in range(100)]
             "It memorizes its training text.",
         ),
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
-        (FALLING, {}, GOOD, "There was no validation"),
-        ([5.0], {}, FAIR, "Too few steps"),
         (NEARLY_LEVEL, {100: 5.49}, FAIR, "a fall of less than 2%"),
         (FALLING[:20] + [math.nan] * 80, {20: 4.7}, BAD, "last 10 training losses are"),
-        ([*FALLING, math.nan], {101: 1.6}, GOOD, "1.600 nats"),
         (FALLING, {100: math.inf}, BAD, "The last validation loss is not finite"),
     ],
 )
@@ -96,7 +93,6 @@ def test_a_validation_of_more_tokens_is_not_compared_with_those_before():
         ("step 5 skipped", {"skipped": 9}, BAD, "9 skipped (not finite)"),
         ("x; back to the state after step 5", {"rollbacks": 1}, FAIR, "1 rolled back"),
         ("stopped: step 9: 3 steps", {}, BAD, "The watchdog stopped it: step 9"),
-        ("stalled: no progress for 301 s", {}, FAIR, "1 stalled"),
         ("no progress for 1800 s; ended", {}, FAIR, "1 ended because it hung"),
         ("not stopped within 300 s of the signal", {}, FAIR, "it did not stop"),
     ],
@@ -109,26 +105,17 @@ def test_health_is_judged_by_what_happened(event, counts, grade, says):
     )
 
 
-def test_skipped_steps_are_a_share_of_the_steps_not_of_the_logged_rows():
-    logged = rows(FALLING, **{"watchdog/skipped": 9})
-    logged = [row | {"step": 10 * row["step"]} for row in logged]
-    check(healthy(history(logged)), FAIR, "In 1,000 steps: 9 skipped")
-
-
 def test_a_jump_of_the_loss_is_told_and_noise_is_none():
     losses = [3.0 - 0.01 * i + 0.02 * (i % 3) for i in range(60)]
     check(healthy(history(rows(losses))), GOOD, "no spike")
     losses[13:15] = [10.3, 4.8]
     jump = "jumped from a median of 2.94 to 10.3 in step 14"
     check(healthy(history(rows(losses))), FAIR, jump)
-    losses[40] = 6.0
-    check(healthy(history(rows(losses))), FAIR, "jumped 2 times, at most from a median")
 
 
 def test_narrow_formats_without_numerics_are_not_called_healthy():
     for config, numerics, grade, says in (
         (FP8, None, UNRATED, "Set metrics.numerics_every=250"),
-        ("precision: {compute: bf16}", None, UNRATED, "no numerics were recorded"),
         ("precision: {compute: fp32, mu: fp32}", None, GOOD, "no stall."),
         (FP8, tensor(saturated=0.0), GOOD, "no stall."),
     ):
@@ -136,25 +123,10 @@ def test_narrow_formats_without_numerics_are_not_called_healthy():
         check(healthy(run), grade, says)
 
 
-def test_the_loss_is_put_beside_guessing_a_compressor_and_how_often_the_text_was_read():
-    logged = rows(FALLING, {100: 2.0})
-    logged[-1] |= {"val/bits_per_byte": 2.5, "val/xz_bits_per_byte": 3.25}
-    facts = {"vocabulary": "1,000", "training tokens": "5,000"}
-    text = learning(history(logged, **facts)).text
-    assert "2.000 nats a token: 2.50 bits per byte, where raw text has 8 and" in text
-    assert f"(blind guessing among 1,000 tokens: {math.log(1000):.3f})" in text
-    # 100 steps of 100 tokens
-    assert "training text was read 2.0 times, so part of it may be memorized." in text
-    facts["training tokens"] = "10,000"
-    text = learning(history(logged, **facts)).text
-    assert "was read 1.0 times, so it can hardly be memorized" in text
-
-
 @pytest.mark.parametrize(
     ("value", "bits", "facts", "grade", "says"),
     [
         (5.498, 7.97, {"vocabulary": "256"}, FAIR, "tokens comes to 5.545: it has"),
-        (5.2, 7.5, {"vocabulary": "256"}, GOOD, "7.50 bits"),
         (3.0, 4.3, {"validation tokens": "1,599"}, FAIR, "mean of 1,599 tokens only"),
         (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
     ],
@@ -182,7 +154,6 @@ MORE_THAN = "of that tensor's RMS (too much from 1%)"
 @pytest.mark.parametrize(
     ("figures", "config", "grade", "says"),
     [
-        (tensor(saturated=0.002), FP8, GOOD, "tensor's values (harmless below 1%)."),
         (tensor(saturated=0.02), FP8, FAIR, "(too much from 1%)"),
         (tensor(saturated=0.2), FP8, BAD, "20.0% of that tensor's values"),
         # A lost value is at most half of E4M3's smallest number, 2^-9, in a quarter of
@@ -190,7 +161,6 @@ MORE_THAN = "of that tensor's RMS (too much from 1%)"
         (tensor(underflow=0.25, rms=1.0), FP8, GOOD, "c_proj): at most 0.05% of that"),
         (tensor(underflow=0.25, rms=0.01), FP8, FAIR, MORE_THAN),
         (tensor(underflow=0.25, rms=0.001), FP8, BAD, "at most 48.83%"),
-        (tensor(underflow=0.5, rms=1e-6), FP8, BAD, "at most 100.00%"),
         # E5M2 has numbers down to 2^-16, FP16 to 2^-24.
         (
             tensor(
@@ -199,14 +169,6 @@ MORE_THAN = "of that tensor's RMS (too much from 1%)"
             FP8,
             GOOD,
             "at most 0.38% of that",
-        ),
-        (
-            tensor(
-                "weight_gradients", "h.1.mlp.c_fc.kernel", underflow=0.25, rms=0.001
-            ),
-            FP8.replace("weight_grad: e5m2", "weight_grad: fp16"),
-            GOOD,
-            "at most 0.00%",
         ),
         # the worst tensor
         (
@@ -243,31 +205,12 @@ def test_tensors_that_are_not_cast_to_eight_bits_are_not_judged():
     for kind, layer, config in (
         ("weight_gradients", "wte.embedding", FP8),
         ("weight_gradients", "h.0.attn.c_attn.bias", FP8),
-        ("activations", "h.0.mlp.c_fc.out", FP8),
-        ("mu", "h.0.mlp.c_fc.kernel", FP8),
         ("activations", "h.1.mlp.c_proj.in", ""),
         ("activations", "h.1.mlp.c_proj.in", FP8.replace("forward: e4m3", "x: e4m3")),
     ):
         figures = tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6)
         run = history(rows(FALLING), config=config, numerics=figures)
         check(healthy(run), GOOD, "no stall.")
-
-
-@pytest.mark.parametrize(
-    ("fp8_layers", "grade"),
-    [
-        ("none", GOOD),
-        ("h.*.mlp.c_proj", BAD),
-        ("h.0.attn.c_attn h.1.mlp.c_proj", BAD),
-        ("h.11.mlp.c_proj", GOOD),
-    ],
-)
-def test_the_layers_that_are_cast_to_fp8_are_those_that_the_run_names(
-    fp8_layers, grade
-):
-    facts = {"FP8 layers": fp8_layers}
-    run = history(rows(FALLING), config=FP8, numerics=tensor(saturated=0.2), **facts)
-    assert healthy(run).grade == grade
 
 
 def steady(i):
@@ -277,12 +220,11 @@ def steady(i):
 @pytest.mark.parametrize(
     ("speed", "more", "grade", "says"),
     [
-        (steady, {}, UNRATED, "1k tokens/s, 100.0 ms a step; 1.0% of it waiting for"),
         (
             steady,
             {},
             UNRATED,
-            "Its steps took 0:00:10 (h:mm:ss).\nSteady to the end.\n",
+            "0:00:10 (h:mm:ss).\nSteady to the end.",
         ),
         (
             lambda i: 500.0 if i in (13, 31, 35, 36) else 1000.0,

@@ -116,7 +116,6 @@ def test_saving_the_newest_step_again_is_nothing_to_do_and_an_earlier_one_an_err
             {"b": jnp.ones(2, jnp.bfloat16)},
             r"leaf b is float32\[2\], expected bfloat16\[2\]",
         ),
-        ({"b": jax.random.key(0)}, r"b is float32\[2\], expected key<fry>\[\]"),
         ({"b": jnp.zeros(2), "c": jnp.ones(2)}, r"no leaf c, expected float32\[2\]"),
         ({}, r"it has a leaf b, float32\[2\], that is not expected"),
     ],
@@ -143,7 +142,6 @@ def test_a_few_bytes_do_not_hold_more_than_there_is_memory(open_checkpointer):
     ("file", "change"),
     [
         (".zarray", {"chunks": [100_000_000]}),
-        (".zarray", {"dtype": "<V100000000"}),
         ("zarr.json", {}),
     ],
 )

@@ -15,7 +15,6 @@ from trainer.data.byte_spelling import BYTE_LEVEL
 from trainer.data.hf_tokenizer import save_hf
 from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.run.checkpoint import Restored
 from trainer.run.compatibility import (
     FROM_INIT,
     TokenizerMismatch,
@@ -179,17 +178,6 @@ def test_weights_of_a_run_that_still_trains_are_refused(tmp_path):
         pytest.raises(UserError, match=r"is still training.* step=N out=DIRECTORY"),
     ):
         check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
-
-
-def test_a_fork_knows_where_it_begins_and_its_origin_when_it_goes_on():
-    meta = {"forked": {"run": "runs/mine", "step": 9000}}
-    for step, is_fork in ((9000, True), (9500, False)):
-        checkpoint = Restored(step, None, meta)
-        assert checkpoint.is_fork == is_fork
-        assert checkpoint.origin == "runs/mine after step 9,000"
-    for meta in ({}, {"forked": None}):  # of earlier versions, and of this one
-        checkpoint = Restored(7, None, meta)
-        assert (checkpoint.is_fork, checkpoint.origin) == (False, "")
 
 
 def test_a_run_goes_on_only_as_a_fork_of_the_named_run(tmp_path, monkeypatch):

@@ -1,10 +1,7 @@
 """Totals go on from those of a checkpoint, whatever the settings are now."""
 
 from dataclasses import asdict
-from types import SimpleNamespace
 
-from trainer.assembly.build import build_totals
-from trainer.config.composition import compose_config
 from trainer.run.metadata import Totals
 from trainer.run.totals import continued_totals
 
@@ -27,10 +24,3 @@ def test_steps_count_with_the_settings_that_they_were_taken_with():
     assert continued_totals({"totals": asdict(second(50))}, 50, per_step(1))(
         50
     ) == Totals(15_360, 700.0, 1400.0)
-
-
-def test_replicas_that_do_not_take_part_train_on_nothing():
-    c = compose_config(["experiment=federated_fp8", "train.batch_tokens=8192"])
-    task, data = SimpleNamespace(diloco=None), SimpleNamespace(train=None)
-    totals = build_totals(c, SimpleNamespace(task=task, data=data))
-    assert totals(10).tokens == 10 * 8192 * 3 // 8

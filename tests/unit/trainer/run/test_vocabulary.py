@@ -5,10 +5,8 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.data import TextSource, get_tokenizer, prepare
 from trainer.data.dataset import Dataset
@@ -123,24 +121,6 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
     line = describe_embeddings(tmp_path / "hf", data.tokenizer, method)
     rows = "all 261" if method == "random" else "259 of 261"
     assert f"init.embeddings={method}: {rows}" in line
-
-
-def test_the_rows_are_placed_and_typed_as_those_of_the_model(tmp_path, data, old):
-    exported(tmp_path / "hf", SPECS["untied"], old)
-    spec, fresh = untrained("untied", data)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
-    by_rows, replicated = (
-        NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], [])
-    )
-
-    def place(is_table, x):
-        sharding = by_rows if is_table else replicated
-        return jax.device_put(x.astype(jnp.bfloat16), sharding)
-
-    like = jax.tree.map(place, row_arrays_of(spec, "vocab_size"), fresh)
-    actual = weights_for_tokenizer(tmp_path / "hf", spec, data, "mean", 0, like)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(like), strict=True):
-        assert (a.dtype, a.sharding) == (b.dtype, b.sharding)
 
 
 def test_tokenizers_with_no_token_in_common_are_refused(tmp_path, data, old):

@@ -71,22 +71,6 @@ def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(
     assert fields(stored(name, **changes)) == found
 
 
-@pytest.mark.parametrize(
-    ("part", "found"),
-    [("h", {("mu", "bfloat16")}), ("wte", {("mu", "bfloat16"), ("nu", "float16")})],
-)
-def test_muon_may_train_only_one_of_its_two_parts(part, found):
-    kernels = {"h": {"kernel": KERNEL["kernel"]}, "wte": PARAMS["wte"]}
-    roles = {"h": {"kernel": Role("column")}, "wte": ROLES["wte"]}
-    params = {part: kernels[part]}
-    tx = plain("muon", {part: roles[part]})
-    tx = store_moments(tx, "muon", policy(mu="bf16", nu="fp16"), 0)
-    state = tx.init(params)
-    assert fields(state) == found
-    updates, _ = tx.update(params, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-
-
 def test_roots_and_quotients_are_stored_of_the_moments_that_say_so():
     def storage(name, **changes):
         return storage_by_field(name, policy(**changes), stored(name))

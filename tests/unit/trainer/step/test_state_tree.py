@@ -33,24 +33,6 @@ def test_every_single_bit_changes_the_checksum(dtype):
         assert checksums([jnp.asarray(changed.view(dtype))]) != expected, bit
 
 
-def test_a_checksum_tells_places_apart():
-    x = jnp.arange(6.0)
-    sums = {checksums([y])[0] for y in (x, x[::-1], jnp.roll(x, 1))}
-    assert len(sums) == 3
-
-
-def test_two_changes_that_cancel_in_one_sum_change_the_checksum():
-    x = jnp.arange(1.0, 9.0)
-    assert checksums([x.at[2].multiply(-1).at[5].multiply(-1)]) != checksums([x])
-    # Scrambled as in the first sum, these two differ in the highest bit alone.
-    a, b = np.array([0xBFFB7D7D, 0xE7CC1AF0], np.uint32).view(np.float32)
-    first, changed = (
-        np.asarray(checksum(x.at[2].set(p).at[5].set(q))) for p, q in ((a, b), (b, a))
-    )
-    assert first[0] == changed[0]
-    assert first[1] != changed[1]
-
-
 @pytest.mark.parametrize(
     ("shape", "sums"),
     [

@@ -102,24 +102,6 @@ def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
     assert mark.session_log.status == event_pb2.SessionLog.START
 
 
-def test_a_run_that_was_tracked_otherwise_before_is_shown_from_its_first_step_on(
-    tmp_path,
-):
-    log = make_tracker("jsonl", tmp_path, start=0, config={})
-    log.row(1, {"train/loss": 0.5})
-    log.event(1, "went back")
-    log.row(2, {"train/loss": 0.25})
-    log.finish()
-    tracker = start(tmp_path, 1)
-    tracker.row(2, {"train/loss": 0.125})
-    tracker.finish()
-    assert shown(tmp_path) == {
-        ("train/loss", 1): [0.5],
-        ("events/text_summary", 1): ["went back"],
-        ("train/loss", 2): [0.125],
-    }
-
-
 def test_a_damaged_file_keeps_the_events_before_the_damage(tmp_path, caplog):
     tracker = start(tmp_path)
     for step in (1, 2, 3):

