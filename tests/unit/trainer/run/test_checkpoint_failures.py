@@ -50,7 +50,7 @@ def test_a_save_that_the_disk_refuses_is_reported_and_the_others_are_intact(
         checkpointer.wait() if waits else wait_until(lambda: False, checkpointer)
     assert "\n" not in str(error.value)
     assert checkpointer.steps() == [1]
-    restored = open_checkpointer().restore(abstract(make_state()))
+    restored = checkpointer.restore(abstract(make_state()))
     assert bits(restored.state) == bits(make_state(1))
     # the next one works
     checkpointer.save(2, make_state(2), {})
