@@ -74,8 +74,8 @@ def test_files_are_short_and_rooms_say_what_they_are_for():
 
 
 def compares_scaling(node):
-    """Whether a comparison or a match names a scaling method, or asks a field `scaling`
-    for a string."""
+    """Return whether a comparison or a match names a scaling method, or compares a
+    field `scaling` with a string."""
     if isinstance(node, ast.Compare):
         parts = [node.left, *node.comparators]
     else:

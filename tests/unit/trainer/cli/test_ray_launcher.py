@@ -1,4 +1,4 @@
-"""What `launcher=ray` says without Ray, and from Python."""
+"""`launcher=ray` without Ray, and from Python."""
 
 import importlib
 import sys

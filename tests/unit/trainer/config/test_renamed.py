@@ -22,14 +22,15 @@ def test_an_old_key_is_answered_with_its_new_name_in_one_line(capsys):
 
 
 def with_old_names(tree):
-    """What a version before the renames would have saved."""
+    """Return a configuration as it was saved before the renames."""
     old = {
         group: dict(keys) if isinstance(keys, dict) else keys
         for group, keys in tree.items()
     }
-    for before, after in RENAMED_KEYS.items():
-        (old_group, old_key), (new_group, new_key) = before.split("."), after.split(".")
-        if new_group in old and new_key in old[new_group]:
+    for old_name, new_name in RENAMED_KEYS.items():
+        old_group, old_key = old_name.split(".")
+        new_group, new_key = new_name.split(".")
+        if new_key in old.get(new_group, {}):
             old[old_group][old_key] = old[new_group].pop(new_key)
     old.pop("diloco", None)
     return old

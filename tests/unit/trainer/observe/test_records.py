@@ -15,7 +15,7 @@ def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
     }
 
 
-def test_of_each_class_the_extremes_over_the_layers_are_left_and_zeros_set_none():
+def test_extremes_over_the_layers_are_left_and_zeros_set_none():
     row, zeros = {"train/loss": 2.0, "tokens": 7}, numerics("h.0.bias", -126, 0.0)
     layers = numerics("wte", -5, 1.5, 0.25, 1e-3) | numerics("h.0", -3.0, 0.5) | zeros
     assert without_layers(row | layers) == row | {

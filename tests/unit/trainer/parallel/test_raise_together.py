@@ -18,10 +18,10 @@ from trainer.run.rundir import RunDir
 
 @pytest.fixture
 def refusal(monkeypatch):
-    """The error of process 0 where each of the two checks something of its own."""
+    """Return the error of process 0 where the two check different things."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
-    def of(check, mine, theirs):
+    def refuse(check, mine, theirs):
         sent = []
 
         def gather(values):
@@ -34,7 +34,7 @@ def refusal(monkeypatch):
             check(mine)
         return str(error.value)
 
-    return of
+    return refuse
 
 
 def test_other_settings_are_named(refusal):
@@ -90,7 +90,7 @@ def test_a_directory_that_one_process_alone_sees_is_refused(monkeypatch, tmp_pat
     assert not (tmp_path / "A").exists()
 
 
-def test_what_the_first_process_alone_is_refused_all_are_refused(monkeypatch, tmp_path):
+def test_a_refusal_of_the_first_process_alone_is_that_of_all(monkeypatch, tmp_path):
     sent = []
     with RunDir(tmp_path):
         monkeypatch.setattr(jax, "process_count", lambda: 2)

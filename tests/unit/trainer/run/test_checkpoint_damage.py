@@ -95,6 +95,23 @@ def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
         assert bits(restore(open_checkpointer()).state) == bits(make_state(2))
 
 
+def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
+    open_checkpointer,
+):
+    with open_checkpointer(keep_best=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, make_state(step), {}, val_loss=float(step))
+    file = checkpointer.directory / "1" / "metrics" / "metrics"
+    file.write_bytes(b'{"val_loss": 0.5}')
+    message = "validation loss of checkpoint 1 is damaged; remove"
+    with pytest.raises(UserError, match=message):
+        # which must not touch files that may be another process's
+        Checkpointer.reading(checkpointer.directory)
+    checkpointer = open_checkpointer(keep_best=True)
+    assert bits(restore(checkpointer, step=1).state) == bits(make_state(1))
+    assert checkpointer.best_step == 2
+
+
 def test_no_flipped_bit_of_any_file_changes_the_restored_state(
     directory, open_checkpointer
 ):

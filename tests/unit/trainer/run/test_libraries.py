@@ -28,13 +28,13 @@ def settings():
 @pytest.mark.parametrize("name", ["jax_enable_x64", "jax_disable_jit"])
 def test_settings_of_jax_that_change_a_run_are_refused(name):
     libraries.check_jax_settings()
-    before = getattr(jax.config, name)
+    value = getattr(jax.config, name)
     try:
         jax.config.update(name, True)
         with pytest.raises(UserError, match=f"{name.upper()}=.*; unset it"):
             libraries.prepare_jax()
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, value)
 
 
 def test_a_cache_is_made_and_one_that_cannot_be_written_is_one_line(tmp_path, settings):

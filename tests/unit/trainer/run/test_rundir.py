@@ -92,6 +92,15 @@ def test_keys_that_change_no_number_may_change(
     assert saved_config(run_dir)[group].keys() == (first | may).keys()
 
 
+def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
+    run_dir.write_config(CONFIG)
+    longer = CONFIG | {"train": CONFIG["train"] | {"steps": 12}}
+    run_dir.check(longer)
+    for fixed in ("train.steps", "train"):
+        with pytest.raises(UserError, match=r"train.steps=12 \(was 10\)"):
+            run_dir.check(longer, fixed=[fixed])
+
+
 def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
     run_dir.write_config(CONFIG)
     (run_dir.path / "config.yaml").write_text("{]")

@@ -141,7 +141,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
 ):
     early = EarlyInterrupt()
     monkeypatch.setattr(shutdown, "EARLY_INTERRUPT", early)
-    before = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(signal.SIGINT)
     try:
         early.install()
         early.imported = True
@@ -151,7 +151,7 @@ def test_a_ctrl_c_that_was_swallowed_before_the_first_step_stops_the_run_there(
             with Guard(Timeouts(30, 0, 0), tmp_path, print, print) as guard:
                 assert guard.signal == expected
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_a_ctrl_c_during_the_imports_ends_the_process_without_an_exception():

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.data import TextSource, get_tokenizer, prepare
 from trainer.data.dataset import Dataset
@@ -71,10 +72,12 @@ def exported(directory, spec, tokenizer):
 
 
 def untrained(family, data):
-    """Return a model for the data's tokenizer, and its parameters."""
+    """Return a model for the data's tokenizer, and its parameters on two devices."""
     vocab_size = data.tokenizer.vocab_size
     spec = dataclasses.replace(SPECS[family], vocab_size=vocab_size)
-    return spec, initial(spec, 8)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return spec, jax.device_put(initial(spec, 8), replicated)
 
 
 def add_token(directory, **changes):
@@ -101,6 +104,7 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
 
     def compare(is_table, new, trained, fresh):
         assert (new.shape, new.dtype) == (fresh.shape, fresh.dtype)
+        assert new.sharding == fresh.sharding
         if not is_table:
             np.testing.assert_array_equal(new, trained)
             return

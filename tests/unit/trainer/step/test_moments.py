@@ -43,16 +43,16 @@ def stored(name, **changes):
 
 def fields(state):
     """Return names and data formats of the scaled arrays of a state."""
-    found = set()
+    result = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_scaled_array):
         if is_scaled_array(x):
             names = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
-            found.add((names[-1], str(x.data.dtype)))
-    return found
+            result.add((names[-1], str(x.data.dtype)))
+    return result
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "found"),
+    ("name", "changes", "stored_fields"),
     [
         (
             "adamw",
@@ -66,9 +66,9 @@ def fields(state):
     ],
 )
 def test_the_moments_that_an_entry_names_are_stored_as_the_policy_says(
-    name, changes, found
+    name, changes, stored_fields
 ):
-    assert fields(stored(name, **changes)) == found
+    assert fields(stored(name, **changes)) == stored_fields
 
 
 def test_roots_and_quotients_are_stored_of_the_moments_that_say_so():

@@ -12,19 +12,18 @@ from trainer.step.state import from_checkpoint_form, init_state, to_checkpoint_f
 
 
 def test_scales_of_a_state_on_several_devices_come_back():
-    """Nothing is computed of its data: a collective for each array, all at once, waited
-    for each other for ever."""
+    """A program for each array would have a collective for each, and all at once they
+    would wait for each other for ever."""
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    split, whole = (
+    split, replicated = (
         NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["fsdp"], [])
     )
     params = {
         f"w{i}": ScaledArray(jnp.ones((16, 4), jnp.float16), jnp.float32(2.0**-i))
         for i in range(6)
     }
-    placed = jax.device_put(
-        params, jax.tree.map(lambda x: split if x.ndim else whole, params)
-    )
+    shardings = jax.tree.map(lambda x: split if x.ndim else replicated, params)
+    placed = jax.device_put(params, shardings)
     state = init_state(placed, optax.sgd(1.0, momentum=0.9), jax.random.key(0))
 
     stored = to_checkpoint_form(from_checkpoint_form(state))

@@ -164,7 +164,7 @@ def test_changes_of_the_files_during_the_run_are_told_and_samples_restored(
     assert "metrics.jsonl was changed while the run wrote it" in caplog.text
 
 
-def test_of_a_row_that_comes_again_the_events_before_it_stay(tmp_path):
+def test_events_before_a_row_that_comes_again_stay(tmp_path):
     path, event = tmp_path / "metrics.jsonl", encode_row(2, {"event": "x"})
     lines = [encode_row(1, {"a": 1}), event, encode_row(2, {"a": 2}), event]
     path.write_bytes(b"".join(lines))
