@@ -3,10 +3,8 @@
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
 
 from trainer.config.composition import compose_config
-from trainer.config.hub import KEYS
 from trainer.errors import UserError
 
 
@@ -47,12 +45,3 @@ def test_an_id_is_fetched_and_a_path_is_not(hub, tmp_path):
 def test_an_id_that_cannot_be_fetched_is_a_line(hub, name, message):
     with pytest.raises(UserError, match=message):
         compose_config([f"init_from={name}"])
-
-
-def test_merges_and_chat_templates_are_fetched_with_their_repository():
-    for key, names in (
-        ("data.tokenizer", ["encoder.json", "vocab.bpe"]),
-        ("init_from", ["chat_template.jinja", "additional_chat_templates/rag.jinja"]),
-    ):
-        fetched = filter_repo_objects(names, allow_patterns=list(KEYS[key]))
-        assert list(fetched) == names

@@ -5,20 +5,11 @@ import re
 
 import pytest
 
-from trainer.config import schema
 from trainer.config.combinations import with_workers
 from trainer.config.composition import compose_config
-from trainer.config.fields import from_saved, to_tree
 from trainer.errors import UserError
 
 RAY = ["launcher=ray", "run_dir=A"]
-
-
-def test_a_run_that_was_saved_before_has_no_launcher():
-    tree = to_tree(compose_config([]))
-    del tree["launcher"]
-    config = from_saved(schema.Config, tree)
-    assert config == compose_config([f"run_dir={config.run_dir}"])
 
 
 @pytest.mark.parametrize(

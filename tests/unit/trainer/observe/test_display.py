@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 from unittest import mock
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from trainer.observe.display import (
     PLAIN_SECONDS,
     Display,
-    Output,
     short,
 )
 
@@ -117,17 +115,3 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
 )
 def test_short_numbers(number, text):
     assert short(number) == text
-
-
-def test_a_run_whose_output_nobody_takes_goes_on(capsys):
-    read, write = os.pipe()
-    os.close(read)
-    for file, error in ((write, ""), ("/dev/full", "No space left on device")):
-        with open(file, "w") as output:
-            display = Display(10, console=Output(file=output, soft_wrap=True))
-            for _ in range(2):
-                display.message("lost")
-            assert display.console.quiet
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == bool(error)
-        assert error in "".join(lines)

@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from trainer.observe.progress import log_duration
 
 
@@ -16,14 +14,3 @@ def test_a_long_operation_says_so_while_it_lasts_and_how_long_it_took():
         assert heard == ["compiling the step ..."]
     assert heard[1].startswith("compiling the step: ")
     assert heard[1].endswith(" s")
-
-
-def test_an_error_goes_through_and_ends_the_waiting():
-    heard = []
-    with (
-        pytest.raises(ValueError, match="x"),
-        log_duration("compiling", heard.append, seconds=0.05),
-    ):
-        raise ValueError("x")
-    time.sleep(0.1)
-    assert heard == []

@@ -68,15 +68,13 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_that_it_has_w
     gradient, actual = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
     expected = jax.jit(without)(x, weights, None)
     assert_array_equal(asarray(gradient), asarray(expected))
-    h, rms = asarray(x), []
-    for weight in asarray(weights):
+    h = asarray(x)
+    for weight, (forward, _) in zip(asarray(weights), actual, strict=True):
         h = h @ weight
-        rms.append(float(jnp.sqrt(jnp.mean(jnp.square(h)))))
+        size = dict(zip(FIGURES, forward.tolist(), strict=True))
+        expected = jnp.sqrt(jnp.mean(jnp.square(h)))
+        # Data in FP16: one rounding of each element and layer, and those of the layers
+        # before.
+        tolerance = 3 * 2**-10 if scaled else 1e-5
+        assert_allclose(size["rms"] * 2.0 ** size["exponent"], expected, rtol=tolerance)
         h = gelu(h)
-    data_rms, exponent = (
-        actual[:, 0, FIGURES.index(name)] for name in ("rms", "exponent")
-    )
-    # Data in FP16: one rounding of each element and layer, and those of the layers
-    # before.
-    tolerance = 3 * 2**-10 if scaled else 1e-5
-    assert_allclose(data_rms * 2.0**exponent, rms, rtol=tolerance)

@@ -10,7 +10,6 @@ import pytest
 from jax.experimental import multihost_utils
 
 from trainer.errors import UserError
-from trainer.parallel.processes import check_same_settings
 from trainer.run.initial_weights import check_weights_finite
 from trainer.run.inputs import check_same_inputs
 from trainer.run.rundir import RunDir
@@ -35,13 +34,6 @@ def refusal(monkeypatch):
         return str(error.value)
 
     return refuse
-
-
-def test_other_settings_are_named(refusal):
-    mine = {"train": {"steps": 6, "lr": 1}, "run_dir": "a"}
-    theirs = {"train": {"steps": 7, "lr": 1}, "run_dir": "b"}  # a path may differ
-    message = "train.steps: process 1 was given another value than process 0"
-    assert refusal(check_same_settings, mine, theirs).startswith(message)
 
 
 def test_other_data_weights_and_checkpoints_are_named(refusal, tmp_path):

@@ -142,35 +142,6 @@ def test_directories_that_are_no_runs_are_refused(sweep, compare, runs, message)
         compare(f"{sweep}/{runs}".format(sweep))
 
 
-LARGEST = "largest tried, {}; try larger"
-BY_MEAN = "by the mean over seeds"
-CHANCE = f"{BY_MEAN}, optimizer.lr=0.3 is the best; the best single run may be chance"
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"),
-    [
-        ([(0.1, 3.0), (0.2, 2.0), (10.0, 1.0)], [LARGEST.format(10.0)]),
-        ([(1e-05, 1.0), (0.2, 2.0)], ["smallest tried, 1e-05; try smaller"]),
-        # the best run is of 0.2, the best mean of 0.3
-        (
-            [(0.1, 3.0), (0.2, 1.5), (0.2, 3.0), (0.3, 1.6), (0.3, 1.7)],
-            [CHANCE, LARGEST.format(0.3)],
-        ),
-    ],
-)
-def test_a_best_value_at_an_end_of_those_tried_or_by_chance_is_told(
-    tmp_path, losses, told, compare
-):
-    for seed, (rate, loss) in enumerate(losses):
-        overrides, settings = f"optimizer.lr={rate} seed={seed}", {"lr": rate}
-        make_run(tmp_path / str(seed), loss, overrides, optimizer=settings, seed=seed)
-    out = compare(tmp_path)
-    lines = [x for x in out.splitlines() if x.startswith(("the best ", BY_MEAN))]
-    lines = [line.removeprefix("the best optimizer.lr is the ") for line in lines]
-    assert sorted(lines) == sorted(told)
-
-
 def validated(name, loss, tokens, step=2, config="", digest="a"):
     """Return a run of two steps that was last validated after `step`."""
     logged = [{"step": i, "tokens": i, "train/loss": 5.0 - i} for i in (1, 2)]

@@ -23,16 +23,6 @@ def test_a_changed_schedule_is_told_by_its_learning_rates():
     assert describe_schedule_change(4, old, np.float32([4, 3, 2, 1]), "") == []
 
 
-def test_the_keys_that_were_changed_are_named_and_no_others():
-    old = compose_config(["train.steps=40", "run_dir=a"])
-    overrides = ["optimizer.lr=1e-4", "schedule.min_ratio=0.2", "seed=1"]
-    new = compose_config(["train.steps=40", "run_dir=b", *overrides])
-    (line,) = describe_change(new, Restored(20, None, {"config": to_tree(old)}))
-    lr, ratio = old.optimizer.lr, old.schedule.min_ratio
-    changed = f"optimizer.lr=0.0001, was {lr}; schedule.min_ratio=0.2, was {ratio}"
-    assert f"({changed}):" in line
-
-
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [

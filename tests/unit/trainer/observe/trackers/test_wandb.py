@@ -165,15 +165,6 @@ def test_when_wandb_hangs_the_training_goes_on_and_ends(
     hanging.set()
 
 
-def test_wandb_that_is_disabled_leaves_the_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    tracker = make_tracker("wandb", tmp_path, start=0, config={})
-    tracker.row(1, {"train/loss": 1.0})
-    tracker.finish()
-    assert logged_steps(tmp_path) == [1]
-    assert not (tmp_path / "wandb").exists()
-
-
 def test_a_fork_does_not_go_on_in_the_wandb_run_of_an_earlier_attempt(tmp_path):
     earlier = choose_run_id(tmp_path, None)
     assert choose_run_id(tmp_path, None) == earlier
