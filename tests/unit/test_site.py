@@ -4,11 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from scripts.docs.hooks import (
-    NOTEBOOKS,
-    OUTSIDE,
-    api_pages,
-)
+from scripts.docs.hooks import NOTEBOOKS, OUTSIDE, api_pages
 from scripts.docs.keys import key_pages
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalify_core import (
-    fp8_dot_general,
-)
+from scalify_core import fp8_dot_general
 from scalify_core.ops.functional import attention
 from trainer.compiled.fp8 import PRODUCTS, layer_products, missing_products
 from trainer.compiled.hlo import Program, fp8_share

@@ -15,11 +15,7 @@ from trainer.__main__ import command
 from trainer.bounds import Positive, at_least
 from trainer.cli.train import EARLY_INTERRUPT
 from trainer.config.combinations import validate
-from trainer.config.composition import (
-    CONFIGS,
-    compose_config,
-    describe_wrong_key,
-)
+from trainer.config.composition import CONFIGS, compose_config, describe_wrong_key
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import MODEL_SCHEMAS, Config, schema_of
 from trainer.errors import UserError
@@ -169,10 +165,8 @@ def test_a_wrong_key_names_the_nearest_valid_one(key, says):
     ("source", "ignored"),
     [
         (["data=text", "data.paths=[a]"], ["name=a", "config=b", "split=c"]),
-        (["data=text", "data.paths=[a]"], ["revision=d", "streaming=true"]),
         (["data=hf", "data.name=a/b"], ["paths=[a]", "format=text", "prepared_dir=x"]),
         (["data=prepared", "data.prepared_dir=x"], ["val_fraction=0.2", "workers=2"]),
-        (["data=prepared", "data.prepared_dir=x"], ["cache_dir=y", "max_documents=3"]),
     ],
 )
 def test_a_setting_that_the_source_does_not_use_is_refused(source, ignored):

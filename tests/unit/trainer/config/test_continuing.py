@@ -20,11 +20,7 @@ from trainer.config.composition import (
     compose_config,
     expand_arguments,
 )
-from trainer.config.continuing import (
-    COMPILE_CACHE,
-    DATA_CACHE,
-    default_cache,
-)
+from trainer.config.continuing import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError

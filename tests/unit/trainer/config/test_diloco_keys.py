@@ -73,10 +73,6 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
             ["parallel=diloco", "resume.convert=true"],
             "resume.convert=true is not supported with diloco.replicas=4",
         ),
-        (
-            ["parallel=diloco", "diloco.bandwidth_gbps=0"],
-            "diloco.bandwidth_gbps=0: expected gigabits a second",
-        ),
     ],
 )
 def test_settings_of_replicas_that_cannot_be_are_refused_in_a_line(arguments, message):

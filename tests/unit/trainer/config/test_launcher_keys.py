@@ -17,7 +17,6 @@ RAY = ["launcher=ray", "run_dir=A"]
     [
         (["launcher.workers=[1,2]"], "the command itself trains; choose launcher=ray"),
         ([*RAY, "launcher.workers=[4,2]"], "launcher.workers=[4, 2]: expected"),
-        ([*RAY, "launcher.workers=[1,2]", "launcher.restarts=null"], "launcher=ray,"),
         (
             [*RAY, "launcher.workers=[2,4]"],
             "16 sequences cannot be split over each of 2, 3, 4 devices",

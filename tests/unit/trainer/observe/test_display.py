@@ -6,11 +6,7 @@ from unittest import mock
 
 import pytest
 
-from trainer.observe.display import (
-    PLAIN_SECONDS,
-    Display,
-    short,
-)
+from trainer.observe.display import PLAIN_SECONDS, Display
 
 ROW = {
     "train/loss": 3.14159,
@@ -107,11 +103,3 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
         "12.3k tokens/s",
     ):
         assert part in text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (999.7, "1k"), (1234, "1.23k"), (4e15, "4e+03T")],
-)
-def test_short_numbers(number, text):
-    assert short(number) == text

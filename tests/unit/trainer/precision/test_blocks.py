@@ -234,10 +234,6 @@ def test_formats_that_a_recipe_does_not_have_are_refused(overrides, message):
         compose_config(overrides)
 
 
-def policy_of(preset):
-    return compose_config([f"precision={preset}"]).precision.policy
-
-
 NATIVE = {
     "mx": (blocks.mx_recipe(E4M3, E5M2), blocks.mx_recipe(E4M3, E5M2, native=True)),
     "nvfp4": (RECIPES["nvfp4"], blocks.nvfp4_recipe(native=True)),

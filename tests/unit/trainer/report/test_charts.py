@@ -1,16 +1,8 @@
 """The part of a chart's values that is shown."""
 
-import math
-
 import pytest
 
-from trainer.report.charts import (
-    Line,
-    value_range,
-)
-
-NAN = math.nan
-
+from trainer.report.charts import Line, value_range
 
 FALL = [5.6, 5.0, 4.4, 3.9, 3.5, *(3.2 - 0.01 * i for i in range(40))]
 

@@ -18,16 +18,15 @@ from trainer.report.comparing import (
 from trainer.report.history import History
 
 
-def make_run(folder, loss, overrides="", *, facts=(), tokens=9, **settings):
+def make_run(folder, loss, overrides, *, digest="a", **settings):
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": i, "tokens": i, "train/loss": 5.0 - i, "lr": 1e-3} for i in (1, 2)]
-    rows[-1] |= {} if loss is None else {"val/loss": loss, "val/tokens": tokens}
+    rows[-1] |= {"val/loss": loss, "val/tokens": 9}
     write_rows(folder, rows)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    final = {"validation digest": "a", "final validation tokens": tokens}
-    facts = {"overrides": overrides} | final | dict(facts)
-    text = "".join(f"{name}: {fact}\n" for name, fact in facts.items())
-    (folder / "environment.txt").write_text(text)
+    facts = f"overrides: {overrides}\nvalidation digest: {digest}\n"
+    facts += "final validation tokens: 9\n"
+    (folder / "environment.txt").write_text(facts)
 
 
 def write_rows(folder, rows):
@@ -45,7 +44,7 @@ def sweep(tmp_path):
             tmp_path / "sweep" / str(i),
             abs(lr - 1e-3) * 100 + 3 + 0.01 * seed,
             f"optimizer.lr={lr} seed={seed} train.steps=2",
-            facts={"validation digest": "b"} if i == 3 else {},
+            digest="b" if i == 3 else "a",
             seed=seed,
             optimizer={"lr": lr},
             train={"steps": 2},
@@ -142,11 +141,11 @@ def test_directories_that_are_no_runs_are_refused(sweep, compare, runs, message)
         compare(f"{sweep}/{runs}".format(sweep))
 
 
-def validated(name, loss, tokens, step=2, config="", digest="a"):
+def validated(name, loss, tokens, step=2, config=""):
     """Return a run of two steps that was last validated after `step`."""
     logged = [{"step": i, "tokens": i, "train/loss": 5.0 - i} for i in (1, 2)]
     logged[step - 1] |= {"val/loss": loss, "val/tokens": tokens}
-    facts = {"validation digest": digest, "validation tokens": "100,000"}
+    facts = {"validation digest": "a", "validation tokens": "100,000"}
     facts |= {"final validation tokens": "12800"}
     config = f"train: {{steps: 2}}\n{config}"
     return History(name, logged, [], config, facts=facts)

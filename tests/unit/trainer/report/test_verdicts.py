@@ -139,15 +139,6 @@ def test_a_loss_near_guessing_or_of_few_tokens_is_doubted(
     check(learning(history(logged, **facts)), grade, says)
 
 
-def test_a_mixture_was_read_as_often_as_its_samples_not_its_tokens():
-    logged = rows(FALLING, {100: 1.6})
-    for source, share, epochs in (("small", 0.97, 36.0), ("large", 0.03, 0.02)):
-        logged[-1][f"data/{source}/share"] = share
-        logged[-1][f"data/{source}/epochs"] = epochs
-    facts = {"training tokens": "100,000"}
-    assert history(logged, **facts).epochs == pytest.approx(34.9206)
-
-
 MORE_THAN = "of that tensor's RMS (too much from 1%)"
 
 

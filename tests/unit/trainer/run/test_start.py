@@ -29,7 +29,6 @@ from trainer.run.initial_weights import (
 from trainer.run.rundir import RunDir
 from trainer.run.start import check_fork, check_start
 
-BYTE = get_tokenizer("byte")
 PARAMS = {
     "a": np.zeros((2, 3), np.float16),
     "b": ScaledArray(np.zeros(4, np.float16), 2.0),

@@ -24,8 +24,6 @@ from trainer.run.vocabulary import (
     weights_for_tokenizer,
 )
 
-END = "<|endoftext|>"
-
 TEXT = "the cat sat on the mat and the rat sat on the hat and that was that\n" * 400
 SIZES = {"n_layer": 1, "d_model": 16, "context": 32}
 SPECS = {
@@ -78,14 +76,6 @@ def untrained(family, data):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     replicated = NamedSharding(mesh, PartitionSpec())
     return spec, jax.device_put(initial(spec, 8), replicated)
-
-
-def add_token(directory, **changes):
-    """Add a token of id 260 to a tokenizer.json."""
-    file = directory / "tokenizer.json"
-    tree = json.loads(file.read_text())
-    tree["added_tokens"].append(tree["added_tokens"][0] | {"id": 260} | changes)
-    file.write_text(json.dumps(tree))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,11 @@ def test_the_end_of_a_document_is_one_that_the_tokenizer_knows(
     config = json.loads((directory / "config.json").read_text())
     config |= {"eos_token_id": eos, "vocab_size": 261}
     (directory / "config.json").write_text(json.dumps(config))
-    add_token(directory, content="<|other|>")
+    file = directory / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    other = {"id": 260, "content": "<|other|>"}
+    tree["added_tokens"].append(tree["added_tokens"][0] | other)
+    file.write_text(json.dumps(tree))
     assert vocabulary_of(directory).end == wanted
     assert get_tokenizer(str(directory)).eot == wanted
     (directory / "tokenizer_config.json").unlink()

@@ -83,17 +83,6 @@ def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weight_decay_is_the_same_in_every_optimizer(name):
-    zero = jax.tree.map(jnp.zeros_like, PARAMS)
-    updates = []
-    for decay in (0.1, 0.0):
-        tx = optimizer(name, decay, 0.0)(ROLES)
-        updates.append(tx.update(zero, tx.init(PARAMS), PARAMS)[0])
-    for decays, x, y in zip(*map(jax.tree.leaves, (MASK, *updates)), strict=True):
-        np.testing.assert_allclose(x - y, -0.1 if decays else 0.0, rtol=4 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_layers_are_updated_as_unrolled_ones(name):
     # Large enough for adafactor to factor, layers of different size for its clip and
     # scale per tensor.

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import struct
 import subprocess
 import sys
 
@@ -100,24 +99,6 @@ def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
     assert len(resumed) == 2
     [mark] = [e for e in events_of(resumed[-1]) if e.HasField("session_log")]
     assert mark.session_log.status == event_pb2.SessionLog.START
-
-
-def test_a_damaged_file_keeps_the_events_before_the_damage(tmp_path, caplog):
-    tracker = start(tmp_path)
-    for step in (1, 2, 3):
-        tracker.row(step, {"train/loss": 1 / 2**step})
-    tracker.finish()
-    [path] = (tmp_path / "tensorboard").iterdir()
-    data = path.read_bytes()
-    middle = data.index(struct.pack("<f", 1 / 4))  # of step 2
-    event = data.rindex(b"\x09", 0, middle)  # the field wall_time of its event
-    path.write_bytes(data[:event] + b"\xff" * (middle - event) + data[middle:])
-    tracker = start(tmp_path, 3)
-    tracker.row(4, {"train/loss": 1 / 2**4})
-    tracker.finish()
-    assert shown(tmp_path) == {("train/loss", step): [1 / 2**step] for step in (1, 4)}
-    # the first says the version of the file
-    assert f"{path} is damaged after 2 events" in caplog.text
 
 
 def test_a_fork_does_not_show_an_earlier_attempt_in_its_directory(tmp_path):

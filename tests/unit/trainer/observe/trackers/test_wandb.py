@@ -15,10 +15,7 @@ from trainer.observe.records import read_rows
 from trainer.observe.trackers import wandb
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.wandb import choose_run_id, has_login
-from trainer.observe.trackers.wandb_files import (
-    read_history,
-    wandb_files,
-)
+from trainer.observe.trackers.wandb_files import read_history, wandb_files
 
 RUN = """
 import logging, os, signal, sys, time
