@@ -95,6 +95,13 @@ def test_a_sweep_is_a_table_best_first_with_means_over_seeds_and_a_page(sweep, c
     assert "4 (not ranked)" in text
 
 
+def test_a_best_value_at_an_end_of_those_tried_is_told(sweep, compare):
+    advice = "the best optimizer.lr is the {} tried, 0.001; try {}"
+    assert advice.format("smallest", "smaller") in compare(f"{sweep}/6,{sweep}/9")
+    assert advice.format("largest", "larger") in compare(f"{sweep}/0,{sweep}/6")
+    assert "the best optimizer.lr" not in compare(sweep)
+
+
 def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     """Its last start need not repeat an override or a group, and that it was continued
     is no difference."""

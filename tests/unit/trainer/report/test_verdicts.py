@@ -129,6 +129,9 @@ def test_narrow_formats_without_numerics_are_not_called_healthy():
         (5.498, 7.97, {"vocabulary": "256"}, FAIR, "tokens comes to 5.545: it has"),
         (3.0, 4.3, {"validation tokens": "1,599"}, FAIR, "mean of 1,599 tokens only"),
         (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
+        # above the training loss; 100 steps of 100 tokens
+        (4.8, 6.0, {"training tokens": "5,000"}, GOOD, "2.0 times, so part of it may"),
+        (4.8, 6.0, {"training tokens": "10,000"}, GOOD, "1.0 times, so it can hardly"),
     ],
 )
 def test_a_loss_near_guessing_or_of_few_tokens_is_doubted(
