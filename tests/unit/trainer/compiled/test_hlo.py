@@ -1,5 +1,6 @@
 """Products, loops and collectives of small programs, compiled for an H200."""
 
+import functools
 import math
 
 import jax
@@ -11,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from scalify_core import fp8_dot_general
 from scalify_core.ops.functional import attention
-from trainer.compiled.fp8 import PRODUCTS, layer_products, missing_products
+from trainer.compiled.fp8 import (
+    PRODUCTS,
+    layer_products,
+    missing_products,
+    without_peeled,
+)
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.instructions import Shape, parse_instruction
 from trainer.compiled.operations import Gemm
@@ -178,15 +184,16 @@ def gemm(rows, columns, contracted):
     return Gemm("__cublas$lt$matmul$f8", "fp8", dtypes, sizes, "", "", 1)
 
 
+def layer_of(tokens, inputs, outputs):
+    products = layer_products((inputs, outputs), tokens)
+    return dict(zip(PRODUCTS, products, strict=True))
+
+
 def test_joined_products_are_told_apart_by_their_layers():
     """In Qwen3 two queries are as wide as queries, keys and values, and both branches
     of the MLP as a branch, queries and keys."""
     tokens, width, q, kv, f = 512, 64, 128, 64, 192
-
-    def layer(inputs, outputs):
-        products = layer_products((inputs, outputs), tokens)
-        return dict(zip(PRODUCTS, products, strict=True))
-
+    layer = functools.partial(layer_of, tokens)
     attention = {
         "q_proj": layer(width, q),
         "k_proj": layer(width, kv),
@@ -218,7 +225,7 @@ def test_a_repeated_forward_pass_does_not_stand_in_for_what_is_not_fp8():
     """All products of four equal layers but those of their weights have one size."""
     tokens, width = 512, 64
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    attention = {name: layer_of(width, width, tokens) for name in names}
+    attention = {name: layer_of(tokens, width, width) for name in names}
     joined = [gemm(tokens, 3 * width, width)] * 2  # forward, and again
     weights = [gemm(width, 3 * width, tokens), gemm(width, width, tokens)]
     one = gemm(tokens, width, width)

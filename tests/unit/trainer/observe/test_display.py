@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from trainer.observe.display import PLAIN_SECONDS, Display
+from trainer.observe.display import PLAIN_SECONDS, Display, Output
 
 ROW = {
     "train/loss": 3.14159,
@@ -30,7 +30,7 @@ def clock():
 def make(clock, steps=100, terminal=False):
     stream = io.StringIO()
     environ = {"TERM": "xterm"}
-    console = Console(
+    console = Output(
         file=stream, force_terminal=terminal, soft_wrap=True, _environ=environ
     )
     return Display(steps, console=console, clock=clock), stream
@@ -103,3 +103,9 @@ def test_in_a_terminal_the_line_is_live_and_messages_stay_above(clock):
         "12.3k tokens/s",
     ):
         assert part in text
+
+
+def test_a_text_is_no_markup_and_does_not_command_a_terminal():
+    file = io.StringIO()
+    Output(file=file, force_terminal=True).print("x[/x] [red]a\x1b]0;OWNED\a")
+    assert file.getvalue() == "x[/x] [red]a\\x1b]0;OWNED\\x07\n"
