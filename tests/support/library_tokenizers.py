@@ -1,4 +1,5 @@
-"""Tokenizers of Llama's and SentencePiece's kinds, made by Hugging Face's library."""
+"""Tokenizers of Llama's and SentencePiece's kinds, made by Hugging Face's library, and
+files of tiktoken."""
 
 import json
 
@@ -13,10 +14,43 @@ from tokenizers import (
     trainers,
 )
 
+from trainer.data.byte_spelling import SPELLING
+from trainer.data.tokenizer import tiktoken_file
+
+END = "<|endoftext|>"
+BYTES = {bytes([i]): i for i in range(256)}
 WORDS = [
     "In the beginning God created the heaven and the earth.",
     "And the earth was without form, and void;",
 ] * 20
+
+
+def write_tiktoken(path, pattern, tokens=BYTES, **special_tokens):
+    """Write a .tiktoken file, and beside it the JSON file with its word pattern."""
+    path.write_bytes(tiktoken_file(tokens))
+    settings = {"pat_str": pattern, "special_tokens": special_tokens}
+    path.with_suffix(".json").write_text(json.dumps(settings))
+    return path
+
+
+def saved(folder, model, *, special=(END,), words=(), **parts):
+    """Write the tokenizer.json of a model, and return the library's tokenizer."""
+    made = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    made.add_special_tokens(list(special))
+    made.add_tokens(list(words))
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+def byte_level(prefix=False, of_bytes=range(256)):
+    """Return the parts of a byte-level encoding without merges, with these bytes."""
+    letters = [SPELLING[byte] for byte in of_bytes]
+    return {
+        "model": models.BPE({char: i for i, char in enumerate(letters)}, []),
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=prefix),
+    }
 
 
 def llama2():

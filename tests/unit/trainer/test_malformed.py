@@ -1,7 +1,6 @@
 """Whatever its files hold, a reader answers with one line or reads them: each is given
 300 damaged ones."""
 
-import base64
 import copy
 import json
 import shutil
@@ -9,30 +8,28 @@ import time
 from pathlib import Path
 
 import families
-import jax
-import numpy as np
+import library_tokenizers
 import pytest
 import yaml
+from corpora import write
+from histories import tensor
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from library_tokenizers import write_tiktoken
 
 from trainer.assembly.saved_model import restore_run
 from trainer.cli.arguments import run_main
+from trainer.cli.train_tokenizer import train_bpe
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare, shards
-from trainer.data.files import begins_like_json, first_bytes
 from trainer.data.hf_tokenizer import token_ids_in
-from trainer.data.json_tokenizer import parse_tokenizer
 from trainer.data.shards import MANIFEST
 from trainer.data.tokenizer import load_saved
 from trainer.errors import UserError, complain
 from trainer.models import huggingface
-from trainer.models.gpt2 import model as gpt2
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.models.llama import model as llama
-from trainer.models.llama.spec import LlamaSpec
-from trainer.models.smollm3.spec import SmolLM3Spec
+from trainer.models.registry import SPECS
 from trainer.observe.display import Display
 from trainer.observe.records import (
     Sample,
@@ -56,6 +53,7 @@ from trainer.run.vocabulary import vocabulary_of
 from trainer.step.state_tree import as_saved
 from trainer.text import note, show
 
+DATA = Path(__file__).resolve().parents[2] / "data"
 ODD = [
     None,
     True,
@@ -91,13 +89,10 @@ TEXTS = [
 
 def nodes(tree, path=()):
     yield path
-    for key, value in (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    ):
+    items = enumerate(tree) if isinstance(tree, list) else ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    for key, value in items:
         yield from nodes(value, (*path, key))
 
 
@@ -117,18 +112,17 @@ def damaged(draw, data):
     if kind == "value":
         lines = data.split(b"\n")
         number = draw(st.integers(0, len(lines) - 1))
-        for whole, part in ((True, data), (False, lines[number])):
+        for before, part, after in (
+            ([], data, []),
+            (lines[:number], lines[number], lines[number + 1 :]),
+        ):
             try:
                 tree = json.loads(part)
             except ValueError:
                 continue
             path = draw(st.sampled_from(list(nodes(tree))[:400]))
             new = json.dumps(replaced(tree, path, draw(st.sampled_from(ODD)))).encode()
-            return (
-                new
-                if whole
-                else b"\n".join([*lines[:number], new, *lines[number + 1 :]])
-            )
+            return b"\n".join([*before, new, *after])
     if kind == "text":
         return draw(st.sampled_from(TEXTS)).encode()
     at = draw(st.integers(0, len(data)))
@@ -147,21 +141,20 @@ def count(request):
     return request.param
 
 
-def answer_of(read):
-    """Return the line of a reader's UserError, or "", and its processor seconds."""
+def seconds_of(read):
+    """Return the processor seconds of a reader that returns or raises one line."""
     begun = time.process_time()
+    message = ""
     try:
         read()
     except UserError as error:
         message = str(error)
-    else:
-        message = ""
-    return message, time.process_time() - begun
+    assert "\n" not in message
+    return time.process_time() - begun
 
 
-def check(file, read, count):
-    """Damaged versions of a file: read, or one line of a UserError, within seconds."""
-    whole = file.read_bytes()
+def check_each(count, strategy, read):
+    """Read examples: each gives a result, or one line of a UserError, within seconds."""
 
     @settings(
         max_examples=count,
@@ -171,16 +164,24 @@ def check(file, read, count):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(damaged(whole))
-    def each(data):
-        file.write_bytes(data)
-        message, seconds = answer_of(read)
-        assert "\n" not in message
+    @given(strategy)
+    def each(example):
         # The first reading may compile.
-        assert seconds < 5 or answer_of(read)[1] < 5
+        assert any(seconds_of(lambda: read(example)) < 5 for _ in range(2))
 
     each()
-    file.write_bytes(whole)
+
+
+def check(file, read, count):
+    """Read damaged versions of a file."""
+    content = file.read_bytes()
+
+    def read_damaged(data):
+        file.write_bytes(data)
+        read()
+
+    check_each(count, damaged(content), read_damaged)
+    file.write_bytes(content)
 
 
 TEXT = (
@@ -191,36 +192,21 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def tokenizers_json(tmp_path_factory):
-    """A small byte-pair encoding of Hugging Face's library, which is read as tiktoken
-    reads it, and one that is not."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    folders = []
-    for whole_alphabet in (True, False):
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-            add_prefix_space=not whole_alphabet
-        )
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet() if whole_alphabet else []
-        trainer = trainers.BpeTrainer(
-            vocab_size=300,
-            initial_alphabet=alphabet,
-            special_tokens=["<|endoftext|>"],
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator([TEXT], trainer)
-        folders.append(tmp_path_factory.mktemp("tokenizer"))
-        tokenizer.save(str(folders[-1] / "tokenizer.json"))
-        (folders[-1] / "tokenizer_config.json").write_text(
-            '{"eos_token": "<|endoftext|>"}'
-        )
-    return folders
+    """A tokenizer.json that tiktoken encodes, and one that Hugging Face's library
+    encodes."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    trees = {
+        "tiktoken": train_bpe(iter([TEXT]), 300, "gpt2"),
+        "library": library_tokenizers.unigram().to_str(),
+    }
+    beside = '{"eos_token": "</s>"}'
+    files = {f"{kind}/tokenizer.json": tree for kind, tree in trees.items()}
+    return write(folder, files | {"library/tokenizer_config.json": beside})
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_tokenizer_json(tokenizers_json, which, count):
-    folder = tokenizers_json[which]
+@pytest.mark.parametrize("kind", ["tiktoken", "library"])
+def test_a_tokenizer_json(tokenizers_json, kind, count):
+    folder = tokenizers_json / kind
     check(
         folder / "tokenizer.json",
         lambda: (get_tokenizer(str(folder)), token_ids_in(folder)),
@@ -228,69 +214,40 @@ def test_a_tokenizer_json(tokenizers_json, which, count):
     )
 
 
-def test_what_stands_beside_a_tokenizer(tokenizers_json, count):
-    folder = tokenizers_json[1]
+def test_settings_beside_a_tokenizer(tokenizers_json, count):
+    folder = tokenizers_json / "library"
     check(folder / "tokenizer_config.json", lambda: get_tokenizer(str(folder)), count)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.tiktoken", "tokenizer.json"])
 def test_the_tokenizer_of_a_run(tokenizers_json, tmp_path, name, count):
-    get_tokenizer(str(tokenizers_json[0])).save(tmp_path)
+    get_tokenizer(str(tokenizers_json / "tiktoken")).save(tmp_path)
     check(tmp_path / name, lambda: load_saved("mine", tmp_path), count)
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    rows = [
-        {
-            "train/loss": 3.0 / n,
-            "lr": 1e-3,
-            "grad_norm": 1.0,
-            "tokens": 64 * n,
-            "val/loss": 3.0,
-        }
-        for n in (1, 2, 3)
-    ]
-    rows[1] |= {
-        f"numerics/weights/h.{i}/{name}": 0.5
-        for i in (0, 1)
-        for name in ("rms", "exponent", "underflow", "saturated")
-    }
-    data = [encode_row(n, row) for n, row in enumerate(rows, 1)]
-    (folder / "metrics.jsonl").write_bytes(
-        b"".join([*data, encode_row(3, {"event": "step 3 skipped"})])
-    )
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump(to_tree(compose_config(["run_dir=run"])))
-    )
-    (folder / "environment.txt").write_text(
-        "python: 3.12\ntraining tokens: 1,000\noverrides: seed=1\nparameters: 3\n"
-    )
-    (folder / "samples.txt").write_bytes(
-        encode_sample(Sample(3, "samples", "In the\nbeginning"))
-    )
+    row = {"train/loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "tokens": 64}
+    row |= {"val/loss": 3.0} | tensor("weights", "h.0") | tensor("weights", "h.1")
+    rows = [row, row, {"event": "step 3 skipped"}]
     results = [
         {"precision": "as trained", "loss": 3.0},
         {"precision": "bf16", "loss": None},
     ]
-    (folder / "evaluation.json").write_text(
-        json.dumps({"step": 3, "tokens": 64, "results": results})
-    )
-    return folder
+    files = {
+        "metrics.jsonl": b"".join(encode_row(n, row) for n, row in enumerate(rows, 1)),
+        "config.yaml": yaml.safe_dump(to_tree(compose_config(["run_dir=run"]))),
+        "environment.txt": "python: 3.12\ntraining tokens: 1,000\nparameters: 3\n",
+        "samples.txt": encode_sample(Sample(3, "samples", "In the\nbeginning")),
+        "evaluation.json": json.dumps({"step": 3, "tokens": 64, "results": results}),
+    }
+    return write(tmp_path / "run", files)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "metrics.jsonl",
-        "config.yaml",
-        "environment.txt",
-        "evaluation.json",
-    ],
+    "name", ["metrics.jsonl", "config.yaml", "environment.txt", "evaluation.json"]
 )
-def test_what_a_report_and_a_comparison_read(run_dir, name, count):
+def test_files_of_reports_and_comparisons(run_dir, name, count):
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
 
     def read():
@@ -310,40 +267,20 @@ def test_a_saved_configuration(run_dir, monkeypatch, count):
     check(run_dir / "config.yaml", lambda: compose_config(["resume=run"]), count)
 
 
-def functional_of(spec):
-    return (llama if isinstance(spec, LlamaSpec) else gpt2).functional(spec)
-
-
-SPECS = {
-    "gpt2": GPT2Spec(vocab_size=64, context=8, n_layer=1, n_head=2, d_model=16),
-    "llama": LlamaSpec(
-        vocab_size=64, context=8, n_layer=1, n_head=2, n_kv_head=1, d_model=16
-    ),
-}
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_weights(tmp_path, family, name, count):
-    spec = SPECS[family]
-    params = jax.tree.map(np.asarray, functional_of(spec).init(jax.random.key(0)))
-    huggingface.save(tmp_path / "weights", spec, params)
-    check(
-        tmp_path / "weights" / name,
-        lambda: huggingface.load(tmp_path / "weights", spec),
-        count // 4,
-    )
+    folder = shutil.copytree(DATA / "families" / family, tmp_path / "weights")
+    spec = SPECS[family](vocab_size=67)
+    check(folder / name, lambda: huggingface.load(folder, spec), count // 4)
     if name == "config.json":
         given = [
             "model=from_init",
-            f"init_from={tmp_path}/weights",
+            f"init_from={folder}",
             "train.batch_tokens=64",
             "init.embeddings=mean",
         ]
-        check(tmp_path / "weights" / name, lambda: compose_config(given), count // 4)
-
-
-SAVED = Path(__file__).resolve().parents[2] / "data" / "saved_by_7ef3f38"
+        check(folder / name, lambda: compose_config(given), count // 4)
 
 
 def seal(data, digest):
@@ -358,7 +295,7 @@ def seal(data, digest):
 
 @pytest.mark.parametrize("name", ["fp32", "local"])
 def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
-    run_dir = shutil.copytree(SAVED / name, tmp_path / "run")
+    run_dir = shutil.copytree(DATA / "saved_by_7ef3f38" / name, tmp_path / "run")
     file = run_dir / "checkpoints" / "2" / "manifest" / "metadata"
     spec = GPT2Spec(vocab_size=256, context=16, n_layer=1, n_head=2, d_model=16)
     diloco = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, False, 1, 2, 2)
@@ -411,70 +348,10 @@ OVERRIDES = [
 
 
 def test_overrides(count):
-    @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(st.data())
-    def each(draw):
-        word = draw.draw(
-            damaged(draw.draw(st.sampled_from(OVERRIDES)).encode())
-        ).decode(errors="replace")
-        try:
-            compose_config([word])
-        except UserError as error:
-            message = str(error)
-        else:
-            message = ""
-        assert "\n" not in message
-
-    each()
-
-
-def test_a_tokenizer_of_a_small_file_asks_for_no_large_table(tokenizers_json, tmp_path):
-    tree = json.loads((tokenizers_json[1] / "tokenizer.json").read_text())
-    tree["added_tokens"][0]["id"] = 10**9
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(
-        UserError,
-        match=r"has the id 1000000000, but .* gives it 0; write 0 there",
-    ):
-        get_tokenizer(str(tmp_path))
-
-
-def test_layers_are_bounded_by_the_weights(tmp_path):
-    spec = SPECS["llama"]
-    params = jax.tree.map(np.asarray, functional_of(spec).init(jax.random.key(0)))
-    huggingface.save(tmp_path / "weights", spec, params)
-    file = tmp_path / "weights" / "config.json"
-    for key, value in (
-        ("num_hidden_layers", 900),
-        ("vocab_size", 10**8),
-        ("num_hidden_layers", 10**6),
-    ):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-        begun = time.process_time()
-        with pytest.raises(UserError, match=r"take at least|at most 1000"):
-            huggingface.load(tmp_path / "weights", spec)
-        assert time.process_time() - begun < 2
-
-
-@pytest.mark.parametrize("rotated", [[1, 1, 0], [0], "0", {"0": 0}, 0])
-def test_layers_without_positions_are_as_many_as_the_layers(rotated):
-    config = {"num_hidden_layers": 10**12, "no_rope_layers": rotated}
-    with pytest.raises(UserError, match="is not a list of num_hidden_layers"):
-        SmolLM3Spec.extra_fields(config)
-
-
-def test_a_tokenizer_with_dropout_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"dropout=0\.5"):
-        parse_tokenizer(tmp_path / "tokenizer.json", {"model": {"dropout": 0.5}})
-
-
-def test_a_text_of_deeply_nested_lists_is_no_json_lines(tmp_path):
-    path = tmp_path / "deep.txt"
-    path.write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
-    assert not begins_like_json(first_bytes(path))
+    words = st.sampled_from(OVERRIDES).flatmap(lambda word: damaged(word.encode()))
+    check_each(
+        count, words, lambda word: compose_config([word.decode(errors="replace")])
+    )
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
@@ -482,9 +359,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "setting", ["optimizer.lr", "train.steps", "seed", "model.d_model", "data.workers"]
-)
+@pytest.mark.parametrize("setting", ["optimizer.lr", "train.steps", "seed"])
 def test_a_number_of_hundreds_of_digits_is_one_line(setting):
     with pytest.raises(UserError, match=r"at most 64 bits|valid|expected|seed"):
         compose_config([f"{setting}=1{'0' * 400}"])
@@ -500,14 +375,8 @@ def test_a_sample_of_a_step_of_thousands_of_digits_is_no_sample(tmp_path):
 
 
 def test_a_word_pattern_that_the_library_gives_up_is_one_line(tmp_path):
-    ranks = (base64.b64encode(bytes([i])) + b" %d" % i for i in range(256))
-    (tmp_path / "a.tiktoken").write_bytes(b"\n".join(ranks))
-    settings = {
-        "pat_str": r"\w*\w*\w*(?!a)(?=z)|.",
-        "special_tokens": {"<|endoftext|>": 256},
-    }
-    (tmp_path / "a.json").write_text(json.dumps(settings))
-    tokenizer = get_tokenizer(str(tmp_path / "a.tiktoken"))
+    path = write_tiktoken(tmp_path / "a.tiktoken", r"\w*\w*\w*(?!a)(?=z)|.")
+    tokenizer = get_tokenizer(str(path))
     for encode in (tokenizer.encode, tokenizer.encode_array):
         with pytest.raises(UserError, match=r"a.tiktoken is damaged"):
             encode("a" * 2000)

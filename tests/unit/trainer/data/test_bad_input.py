@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import requests
 import tiktoken
-from corpora import rows, write
+from corpora import write
 
 from trainer.assembly.data import build_data
 from trainer.cli.prepare_data import command
@@ -140,14 +140,14 @@ def test_a_file_that_is_not_the_text_it_seems_is_refused(
         ("a.txt", "<?xml <p>text</p>", {"format": "text"}),
         ("a.txt", "<htmlish> text, <html>", {}),
         ("a.txt", b"x" * (BLOCK - 1) + "é".encode() + b" end", {}),
-        *(("a.txt", f"{line}\n" * 50, {}) for line in ("{not json}", "{{", "{a set}")),
         *(
             ("a.txt", f"{line}\n" * 50, {})
-            for line in ("[1] A note", '["a"]', "[1, 2]")
+            for line in ("{not json}", "{{", "[1] A note", '["a"]', "[1, 2]")
         ),
+        ("a.txt", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", {}),
     ],
 )
-def test_what_is_text_or_is_said_to_be_is_read(tmp_path, name, content, settings):
+def test_text_and_what_is_said_to_be_text_are_read(tmp_path, name, content, settings):
     source = TextSource((str(file(tmp_path, content, name)),), **settings)
     prepare(source, "byte", tmp_path / "cache")
 
@@ -158,7 +158,7 @@ def test_too_little_text_for_two_parts(tmp_path):
     fails(source, tmp_path, message, val_fraction=0.001)
 
 
-def test_a_directory_with_something_else_is_told_all_of_it(tmp_path, capsys):
+def test_a_directory_with_something_else_is_told_all_of_it(tmp_path):
     files = {
         "img/photo.png": b"\x89PNG\xff\0",
         "img/scan.bz2": bz2.compress(b"text"),
@@ -166,13 +166,11 @@ def test_a_directory_with_something_else_is_told_all_of_it(tmp_path, capsys):
         "b.txt": "words",
     }
     folder = write(tmp_path / "texts", files)
-    settings = ["data=text", f"data.paths=[{folder}]", "data.tokenizer=byte"]
-    assert command([*settings, f"data.cache_dir={tmp_path / 'cache'}"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: 2 files are not text: {folder}/img/photo.png (byte 0x89 at offset 0 is"
-        f" not UTF-8), {folder}/img/scan.bz2 (bzip2: byte 0xcb at offset 10 is not"
-        " UTF-8); convert them to UTF-8, or leave them out of data.paths, by patterns:"
-        " 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt files below DIRECTORY\n"
+    fails(
+        TextSource((str(folder),)),
+        tmp_path,
+        r"^2 files are not text: .*/img/photo\.png \(byte 0x89 at offset 0 is not UTF-8\)"
+        r", .*/img/scan\.bz2 \(bzip2: byte 0xcb at offset 10 .*; convert them to UTF-8",
     )
 
 
@@ -208,32 +206,6 @@ def test_a_file_without_the_column_is_named_where_others_have_it(tmp_path):
         r"b\.jsonl: there is no column 'text'; valid for data\.column: body, id; .*"
         r" data=mix",
     )
-
-
-def test_files_that_name_their_column_otherwise_are_mixed_as_the_message_says(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    for name, column in (("a", "text"), ("b", "body")):
-        texts = (f"{i} of {name}" for i in range(99))
-        write(tmp_path, {f"{name}.jsonl": rows(texts, column)})
-        settings = [f"data.paths=[{name}.jsonl]", f"data.column={column}"]
-        assert command(["data=text", *settings, "data.tokenizer=byte"]) == 0
-    sizes = ["model.context=8", "train.batch_tokens=64", "data.tokenizer=byte"]
-
-    def mixed(sources):
-        settings = ["data=mix", f"data.sources=[{','.join(sources)}]"]
-        return build_data(compose_config([*sizes, *settings]))
-
-    message = (
-        r"b\.jsonl: there is no column 'text'; .*; if files name their columns dif"
-    )
-    with pytest.raises(UserError, match=message):
-        mixed(["a.jsonl", "b.jsonl"])
-    said = capsys.readouterr().out.splitlines()
-    made = [x.partition(": ")[2] for x in said if x.startswith("directory")]
-    text = mixed(made).validation_text(200)
-    assert {"of a", "of b"} <= set(re.findall("of [ab]", text))
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
-import tokenizers
+from corpora import write
 from families import slow
 from tokenizers import Tokenizer
 
 from trainer.cli.export import (
-    describe_origin,
     generation_config,
     original_directory,
     special_ids,
@@ -22,7 +20,6 @@ from trainer.cli.export import (
 from trainer.cli.train_tokenizer import train_bpe
 from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
     save_hf,
@@ -30,7 +27,7 @@ from trainer.data.hf_tokenizer import (
     token_ids_in,
     tokenizer_in,
 )
-from trainer.data.tokenizer import BPETokenizer
+from trainer.data.tokenizer import tiktoken_file
 from trainer.errors import UserError
 from trainer.models.weight_files import carry_tokenizer, tokenizer_files
 from trainer.run.initial_weights import keep_tokenizer
@@ -52,40 +49,23 @@ TEXTS = [
 ]
 
 
-def few_merges(gpt2_dir, directory):
-    """A tokenizer of GPT-2's first 400 merges, without an ids file, in a directory that
-    has only them."""
-    merges = (gpt2_dir / "vocab.bpe").read_text(encoding="utf-8").splitlines()[:400]
-    (directory / "vocab.bpe").write_text("\n".join(merges), encoding="utf-8")
-    return get_tokenizer(str(directory))
+LARGE = ("cl100k_base", "o200k_base")
 
 
-LARGE = [slow(name) for name in ("cl100k_base", "o200k_base")]
-
-
-@pytest.fixture(params=["byte", "gpt2", *LARGE, "no ids", "end first"])
-def ours(request, small, small_dir, tmp_path):
-    """Bytes; GPT-2's; its tokens cut up by the patterns of later encodings; its first
-    merges, without an ids file; of Hugging Face's trainer, whose special token has the
-    first id."""
-    if request.param == "end first":
-        folder = tmp_path / "made"
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text(train_bpe(iter(TEXTS), 300, "gpt2"))
-        return get_tokenizer(str(folder))
-    if request.param == "byte":
-        return get_tokenizer("byte")
-    if request.param == "no ids":
-        return few_merges(small_dir, tmp_path)
-    if request.param == "gpt2":
+@pytest.fixture(params=["byte", "gpt2", "end first", *map(slow, LARGE)])
+def ours(request, small, tmp_path):
+    """Bytes; GPT-2's; of Hugging Face's trainer, whose special token has the first id;
+    GPT-2's tokens cut up by the patterns of later encodings."""
+    name = request.param
+    if name == "gpt2":
         return small
-    encoding = tiktoken.Encoding(
-        "own",
-        pat_str=builtin_settings(request.param)["pat_str"],
-        mergeable_ranks=small.tokens,
-        special_tokens={"<|endoftext|>": 50256, "<|other|>": 50300},
-    )
-    return BPETokenizer("own", encoding)
+    if name == "end first":
+        tree = train_bpe(iter(TEXTS), 300, "gpt2")
+        return get_tokenizer(str(write(tmp_path / "made", {"tokenizer.json": tree})))
+    if name in LARGE:
+        name = str(tmp_path / f"{name}.tiktoken")
+        Path(name).write_bytes(tiktoken_file(small.tokens))
+    return get_tokenizer(name)
 
 
 def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
@@ -106,7 +86,7 @@ def test_hugging_faces_library_reads_the_same_tokenizer(ours, tmp_path):
     assert theirs.decode([ours.encode("a")[0], ours.eot]) == "a"
 
 
-def test_what_was_written_is_read_again_as_the_same_tokenizer(ours, small, tmp_path):
+def test_a_written_tokenizer_is_read_again_as_the_same(ours, small, tmp_path):
     directory = tmp_path / "export"
     directory.mkdir()
     assert token_ids_in(directory) is None
@@ -204,125 +184,88 @@ def merge_otherwise(tree):
         lambda t: t["model"].update(end_of_word_suffix="e", unk_token="!"),
     ],
 )
-def test_what_is_no_encoding_as_gpt2s_is_left_to_hugging_faces_library(
-    change, small_dir, tmp_path
+def test_an_encoding_unlike_gpt2s_is_left_to_hugging_faces_library(
+    change, small, tmp_path
 ):
-    (tmp_path / "origin").mkdir()
-    save_hf(tmp_path, few_merges(small_dir, tmp_path / "origin"), 1024)
+    save_hf(tmp_path, small, 1024)
     file = tmp_path / "tokenizer.json"
     tree = json.loads(file.read_text(encoding="utf-8"))
     change(tree)
     file.write_text(json.dumps(tree))
-    actual, theirs = (
-        get_tokenizer(str(tmp_path)),
-        tokenizers.Tokenizer.from_file(str(file)),
-    )
+    actual, theirs = get_tokenizer(str(tmp_path)), Tokenizer.from_file(str(file))
     assert actual.eot == theirs.token_to_id("<|endoftext|>")
     text = "the cafe\u0301 of the world, and the"
     assert actual.encode(text) == theirs.encode(text).ids
 
 
-def carried_files(init_from, run_dir, ours, out):
-    c = compose_config([f"init_from={init_from}", f"run_dir={run_dir}"])
-    origin = original_directory(c, run_dir, ours)
-    return [] if origin is None else carry_tokenizer(tokenizer_files(origin), out)
+TEMPLATE = "chat_template.jinja"
 
 
-def test_an_export_carries_the_tokenizer_that_the_run_began_with(tmp_path):
-    origin, run_dir, out = (tmp_path / name for name in ("origin", "run", "out"))
-    for directory in (origin, run_dir, out):
-        directory.mkdir()
-    ours = get_tokenizer("byte")
-    save_hf(origin, ours, 32)
-    (origin / "config.json").write_text("{}")
-    (origin / "special_tokens_map.json").write_text('{"pad_token": "x"}')
-    carried = carried_files(origin, run_dir, ours, out)
-    names = {path.name for path in carried}
-    assert names >= {"tokenizer.json", "special_tokens_map.json"}
-    for path in carried:
-        assert path.read_bytes() == (origin / path.name).read_bytes()
-    assert carried_files("null", run_dir, ours, out) == []
+@pytest.fixture
+def origin(tmp_path, monkeypatch):
+    """Given weights with a tokenizer of bytes, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    names = ("config.json", TEMPLATE, "model.safetensors")
+    origin = write(tmp_path / "base", dict.fromkeys(names, "{}"))
+    save_hf(origin, get_tokenizer("byte"), 32)
+    return origin
 
-    template, secret = "chat_template.jinja", tmp_path / "keys/0123"
-    secret.parent.mkdir()
-    secret.write_text("{}")
-    (origin / template).symlink_to(secret)
-    message = rf"{template} is a link to .*keys/0123; replace it by the file itself"
-    with pytest.raises(UserError, match=message):
-        carried_files(origin, run_dir, ours, out)
-    (origin / template).unlink()
+
+def test_an_export_carries_files_and_no_link_to_another_place(origin, tmp_path):
+    names = ["special_tokens_map.json", "additional_chat_templates/tool_use.jinja"]
+    write(origin, dict.fromkeys(names, "{}"))
+    names += ["tokenizer.json", "tokenizer_config.json", TEMPLATE]
+    carried = carry_tokenizer(tokenizer_files(origin), tmp_path / "out")
+    assert {str(path.relative_to(tmp_path / "out")) for path in carried} == set(names)
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (origin / name).read_bytes()
     # in the cache of the hub, blobs are beside the snapshots
     snapshot, blobs = tmp_path / "hub/snapshots/revision", tmp_path / "hub/blobs"
+    keys = write(tmp_path / "keys", {"0123": "{}"})
+    shutil.copytree(keys, blobs)
     shutil.copytree(origin, snapshot)
-    shutil.copytree(secret.parent, blobs)
-    (snapshot / template).symlink_to("../../blobs/0123")
-    carried = carried_files(snapshot, run_dir, ours, out)
-    assert template in {path.name for path in carried}
+    (snapshot / "merges.txt").symlink_to("../../blobs/0123")
+    assert snapshot / "merges.txt" in tokenizer_files(snapshot)
     shutil.rmtree(blobs)
-    blobs.symlink_to(secret.parent)
-    with pytest.raises(UserError, match=message):
-        carried_files(snapshot, run_dir, ours, out)
-
-    tree = json.loads((origin / "tokenizer.json").read_text())
-    vocab = tree["model"]["vocab"]
-    first, second = list(vocab)[:2]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (origin / "tokenizer.json").write_text(json.dumps(tree))
-    assert carried_files(origin, run_dir, ours, out) == []  # another tokenizer
+    blobs.symlink_to(keys)
+    (origin / "merges.txt").symlink_to(keys / "0123")
+    message = r"merges.txt is a link to .*keys/0123; replace it by the file itself"
+    for folder in (origin, snapshot):
+        with pytest.raises(UserError, match=message):
+            tokenizer_files(folder)
 
 
-def test_the_original_is_sought_where_the_run_began(tmp_path, monkeypatch):
-    ours = get_tokenizer("byte")
-    for place in ("here", "there"):
-        origin = tmp_path / place / "base"
-        origin.mkdir(parents=True)
-        save_hf(origin, ours, 32)
-        (origin / "config.json").write_text("{}")
-    run_dir = tmp_path / "here/runs/a"
+def test_an_original_tokenizer_is_sought_where_the_run_began(
+    origin, tmp_path, small, monkeypatch
+):
+    monkeypatch.chdir(shutil.copytree(origin, tmp_path / "there/base").parent)
+    c, byte = (
+        compose_config(["init_from=base", "run_dir=runs/a"]),
+        get_tokenizer("byte"),
+    )
+    run_dir = tmp_path / "runs/a"
     run_dir.mkdir(parents=True)
-    c = compose_config(["init_from=base", "run_dir=runs/a"])
-    monkeypatch.chdir(tmp_path / "there")
-    assert original_directory(c, run_dir, ours) == tmp_path / "here/base"
+    assert original_directory(c, run_dir, byte) == origin
+    assert original_directory(c, run_dir, small) is None
+    c = compose_config(["run_dir=runs/a"])
+    assert original_directory(c, run_dir, byte) is None
 
 
-def test_an_export_has_all_chat_templates_and_the_sampling_settings(tmp_path):
-    origin, out = tmp_path / "origin", tmp_path / "out"
-    names = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
-    for name in names:
-        (origin / name).parent.mkdir(parents=True, exist_ok=True)
-        (origin / name).write_text(name)
-    out.mkdir()
-    carried = carry_tokenizer(tokenizer_files(origin), out)
-    assert carried == [out / name for name in names]
-    assert [(out / name).read_text() for name in names] == names
-    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": 7}
-    (origin / "generation_config.json").write_text(json.dumps(settings))
-    ids = special_ids(origin, 5)
-    assert generation_config(origin, 5) == settings | ids
-    assert generation_config(None, 5) == special_ids(None, 5)
-
-
-def test_a_run_has_a_copy_of_the_files_beside_its_weights(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    origin, ours = tmp_path / "base", get_tokenizer("byte")
-    origin.mkdir()
-    save_hf(origin, ours, 32)
-    (origin / "config.json").write_text('{"eos_token_id": 5}')
-    (origin / "chat_template.jinja").write_text("{{ messages }}")
-    (origin / "model.safetensors").write_text("large")
-    keep_tokenizer([origin], tmp_path / "runs/a", ours)
-    keep_tokenizer([tmp_path / "runs/a"], tmp_path / "runs/b", ours)
+def test_a_run_has_a_copy_of_the_files_beside_its_weights(origin, tmp_path):
+    byte, runs = get_tokenizer("byte"), tmp_path / "runs"
+    keep_tokenizer([origin], runs / "a", byte)
+    keep_tokenizer([runs / "a"], runs / "b", byte)
     shutil.rmtree(origin)
-    keep_tokenizer([origin], tmp_path / "runs/a", ours)
+    keep_tokenizer([origin], runs / "a", byte)
     c = compose_config(["init_from=base", "run_dir=runs/a"])
     for name in "ab":
-        found = original_directory(c, tmp_path / "runs" / name, ours)
-        assert found == tmp_path / "runs" / name / "init_from"
-        assert (found / "chat_template.jinja").read_text() == "{{ messages }}"
-        assert not (found / "model.safetensors").exists()
+        copy = original_directory(c, runs / name, byte)
+        assert copy == runs / name / "init_from"
+        assert (copy / TEMPLATE).exists()
+        assert not (copy / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("given", [{"bos_token_id": 0}, {"pad_token_id": 2}, {}])
+@pytest.mark.parametrize("given", [{"bos_token_id": 0}, {"pad_token_id": 2}])
 def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
     ids = {"eos_token_id": 5} | given
     written = {"bos_token_id": 5, "eos_token_id": 5, "hidden_size": 8}
@@ -331,17 +274,5 @@ def test_an_export_keeps_the_ids_of_special_tokens(tmp_path, given):
     assert special_ids(tmp_path, 5) == ids
     theirs = {"bos_token_id": 1, "eos_token_id": [7, 5], "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
-    assert special_ids(tmp_path, 5) == {
-        "bos_token_id": 1,
-        "eos_token_id": [5, 7],
-    }
-    assert special_ids(None, 5) == {"bos_token_id": 5, "eos_token_id": 5}
-
-
-def test_an_export_names_a_chat_template_only_where_there_is_one(tmp_path):
-    said = f"and the ids of its special tokens are those of {tmp_path}"
-    files = [tmp_path / "tokenizer.json"]
-    assert describe_origin(tmp_path, files) == f"the tokenizer {said}"
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
-    line = f"the tokenizer, its chat template {said}"
-    assert describe_origin(tmp_path, files) == line
+    assert generation_config(tmp_path, 5) == theirs | {"eos_token_id": [5, 7]}
+    assert generation_config(None, 5) == {"bos_token_id": 5, "eos_token_id": 5}

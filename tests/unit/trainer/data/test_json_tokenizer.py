@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpora import rows, write
-from library_tokenizers import KINDS, WORDS, llama2, unigram
+from library_tokenizers import KINDS, WORDS, llama2, saved, unigram
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -60,25 +60,16 @@ def test_marks_of_a_tokenizer_are_no_bytes_of_text(tmp_path):
     assert size == pytest.approx(len(" and the earth") + len("the heaven\n漢".encode()))
 
 
-@pytest.mark.parametrize("kind", ["word pieces", "word ends", "no decoder", "unigram"])
+@pytest.mark.parametrize("kind", ["no decoder", "unigram"])
 def test_bytes_are_the_sources_where_a_decoder_changes_the_text(kind, tmp_path):
-    """A decoder may put spaces between Chinese characters, or between all tokens."""
-    made, trainer = Tokenizer(models.BPE(unk_token="<unk>")), trainers.BpeTrainer
-    made.pre_tokenizer, end = pre_tokenizers.Whitespace(), {}
-    if kind == "word pieces":
-        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        made.decoder, trainer = decoders.WordPiece(), trainers.WordPieceTrainer
-        made.normalizer = normalizers.BertNormalizer()
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    elif kind == "word ends":
-        made.decoder, end = decoders.BPEDecoder(), {"end_of_word_suffix": "</w>"}
-    words = [*WORDS, "天气很好 f(x)=a-b/c, 12.5%"]
-    special = ["<unk>", "</s>"]
-    made.train_from_iterator(
-        words, trainer(vocab_size=90, special_tokens=special, **end)
-    )
-    if kind == "unigram":
-        made = unigram()
+    """Without a decoder there are spaces between all tokens."""
+    made = unigram()
+    if kind == "no decoder":
+        made = Tokenizer(models.BPE(unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        special = ["<unk>", "</s>"]
+        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=special)
+        made.train_from_iterator([*WORDS, "天气很好 f(x)=a-b/c, 12.5%"], trainer)
     made.save(str(tmp_path / "tokenizer.json"))
     texts = [f"天气很好 {i}\n\nf(x)=a-b/c, the {'earth' * i}" for i in range(60)]
     write(tmp_path, {"a.jsonl": rows(texts)})
@@ -160,11 +151,10 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
 
 
 def test_tokens_stand_for_bytes_however_they_are_spelt(made):
-    _, ours, _, _ = made
+    theirs, ours, _, _ = made
     assert b"earth" in b" ".join(ours.tokens)
-    assert len(set(ours.tokens.values()) | set(ours.special_tokens.values())) == len(
-        ours._known
-    )
+    ids = {*ours.tokens.values(), *ours.special_tokens.values()}
+    assert len(ids) == theirs.get_vocab_size()
     for token, i in ours.tokens.items():
         if token.strip().isalpha() and token.isascii():
             assert ours.decode([i]).strip() == token.decode().strip()
@@ -214,34 +204,15 @@ def test_spaces_that_are_marked_as_special_are_still_joined(marked, tmp_path):
     pieces = sorted({*pre_tokenizers.ByteLevel.alphabet(), "▁", marked, marked[0]})
     merges = [(marked[0], marked[0])] * (len(marked) - 1)
     ids = {piece: i for i, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(ids, merges, unk_token="a"))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    parts = {"pre_tokenizer": pre_tokenizers.ByteLevel(False, use_regex=False)}
     if marked == "▁▁":
-        made.pre_tokenizer = None
-        made.normalizer = normalizers.Replace(" ", "▁")
-    made.add_special_tokens(["</s>", marked])
-    made.save(str(tmp_path / "tokenizer.json"))
+        parts = {"normalizer": normalizers.Replace(" ", "▁")}
+    model, special = models.BPE(ids, merges, unk_token="a"), ["</s>", marked]
+    made = saved(tmp_path, model, special=special, **parts)
     ours, text = get_tokenizer(str(tmp_path)), "a  b" if marked[0] in "Ġ▁" else "a\n\nb"
     assert ours.encode(text) == made.encode(text).ids
     assert made.token_to_id(marked) in ours.encode(text)
     assert list(ours.special_tokens) == ["</s>"]
-
-
-def test_the_end_of_a_document_is_what_stands_beside_it(tmp_path):
-    theirs = llama2()
-    theirs.add_special_tokens(["<end>"])
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    assert (
-        get_tokenizer(str(tmp_path)).special_tokens["</s>"]
-        == get_tokenizer(str(tmp_path)).eot
-    )
-    settings = tmp_path / "tokenizer_config.json"
-    for said in ("<end>", {"content": "<end>"}):
-        settings.write_text(json.dumps({"eos_token": said}))
-        assert get_tokenizer(str(tmp_path)).eot == theirs.token_to_id("<end>")
-    settings.write_text(json.dumps({"eos_token": "<other>"}))
-    with pytest.raises(UserError, match="has no added token '<other>'"):
-        get_tokenizer(str(tmp_path))
 
 
 # the files from before the words were added, which lack them
@@ -289,12 +260,19 @@ def added(content, i):
             lambda tree: {"model": tree["model"] | {"type": "Huffman"}},
             "valid: a tokenizer.json that Hugging Face's",
         ),
+        (
+            lambda tree: {"model": tree["model"] | {"dropout": 0.5}},
+            r"has dropout=0\.5 in its model",
+        ),
         # the id of another token, a gap, a token of the vocabulary
         (
             added("<a>", 2),
             r"'<a>' of added_tokens has the id 2, but .* gives it (\d+); write \1 there",
         ),
-        (added("<a>", 9999), r"'<a>' of added_tokens has the id 9999, but .*it (\d+)"),
+        (
+            added("<a>", 10**9),
+            r"'<a>' of added_tokens has the id 1000000000, but .*it (\d+)",
+        ),
         (added("</s>", 9999), "has the id 9999, but .* gives it 2; write 2 there"),
     ],
 )

@@ -4,13 +4,8 @@ import json
 
 import pytest
 from corpora import documents_of, prepared, rows, write
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from library_tokenizers import END, byte_level, saved
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
@@ -18,7 +13,6 @@ from trainer.data.json_tokenizer import NoToken
 from trainer.data.tokenizer import changed_characters
 from trainer.errors import UserError
 
-END = "<|endoftext|>"
 LETTERS = {letter: i for i, letter in enumerate("abcdefghij")}
 
 
@@ -30,32 +24,14 @@ def test_a_nul_in_a_text_ends_no_document(tmp_path):
     assert byte.decode(byte.encode("a\0b")) == "a\ufffdb"
 
 
-def saved(tmp_path, model, *, special=(END,), words=(), **parts):
-    made = Tokenizer(model)
-    for name, part in parts.items():
-        setattr(made, name, part)
-    made.add_tokens(list(words))
-    made.add_special_tokens(list(special))
-    made.save(str(tmp_path / "tokenizer.json"))
-    return made
-
-
 def with_unknown(**settings):
     """Letters in byte-pair encoding, whose token for all else is that of `a`."""
     return models.BPE(LETTERS, [], unk_token="a", **settings)
 
 
-def byte_level_model(prefix=False, bytes_=range(256)):
-    letters = [SPELLING[byte] for byte in bytes_]
-    return {
-        "model": models.BPE({char: i for i, char in enumerate(letters)}, []),
-        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=prefix),
-    }
-
-
 # As the library trains one without being given the alphabet of all bytes, with the
 # bytes of a combining accent.
-SOME_BYTES = byte_level_model(bytes_=[*b"abcdefghij\xc3", *"\u0301".encode()])
+SOME_BYTES = byte_level(of_bytes=[*b"abcdefghij\xc3", *"\u0301".encode()])
 WITHOUT = {
     "byte level": SOME_BYTES,
     "composed": SOME_BYTES | {"normalizer": normalizers.NFC()},
@@ -95,15 +71,9 @@ def test_a_character_without_a_token_is_refused_and_others_are_not(tmp_path, kin
     ],
     ids=str,
 )
-@pytest.mark.parametrize("has_type", [True, False])
-def test_letters_without_a_token_for_all_else_are_refused(tmp_path, settings, has_type):
+def test_letters_without_a_token_for_all_else_are_refused(tmp_path, settings):
     """Byte-pair encoding would leave other characters out of a text."""
     saved(tmp_path, models.BPE(LETTERS | {"<0xC3>": 10}, [], **settings))
-    if not has_type:
-        file = tmp_path / "tokenizer.json"
-        tree = json.loads(file.read_text())
-        del tree["model"]["type"]
-        file.write_text(json.dumps(tree))
     message = r"no token for characters outside of its vocabulary, .*; train it with an"
     with pytest.raises(UserError, match=message):
         get_tokenizer(str(tmp_path))
@@ -185,7 +155,7 @@ NAMES = {
 def test_the_end_is_read_from_whichever_file_names_it(tmp_path, name, like_gpt2):
     """Also of an encoding as GPT-2's, with its end among other tokens."""
     normalizer = {} if like_gpt2 else {"normalizer": normalizers.NFC()}
-    saved(tmp_path, **byte_level_model(), special=[END, "<b>"], **normalizer)
+    saved(tmp_path, **byte_level(), special=[END, "<b>"], **normalizer)
     assert get_tokenizer(str(tmp_path)).eot == 256
     (tmp_path / name).write_text(json.dumps(NAMES[name]))
     tokenizer = get_tokenizer(str(tmp_path))
@@ -202,13 +172,16 @@ def test_of_two_files_that_name_an_end_the_one_of_transformers_counts(tmp_path):
     settings["added_tokens_decoder"] = {"11": {"content": "<b>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert get_tokenizer(str(tmp_path)).eot == 11
+    (tmp_path / "special_tokens_map.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<other>"}')
+    with pytest.raises(UserError, match="has no added token '<other>'"):
+        get_tokenizer(str(tmp_path))
 
 
 def pair(tmp_path, end):
     special = {"<s>": 0, end: 1}
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = special | {char: i for i, char in enumerate(letters, 2)} | {"ab": 258}
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    ids = special | {char: i for i, char in enumerate(SPELLING.values(), 2)}
+    (tmp_path / "vocab.json").write_text(json.dumps(ids | {"ab": 258}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
 
 
@@ -230,7 +203,7 @@ def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
         pair(tmp_path, END)
     else:
         saved(tmp_path, with_unknown(), words=["<tool>"])
-    present, i = (END, 1) if kind == "pair" else ("<tool>", 10)
+    present, i = (END, 1) if kind == "pair" else ("<tool>", 11)
 
     def add(token, i):
         tree = {token: i}
@@ -245,7 +218,7 @@ def test_tokens_that_only_a_file_beside_adds_are_refused(tmp_path, name, kind):
 
 
 SETTINGS = {
-    "add_prefix_space": byte_level_model(True),
+    "add_prefix_space": byte_level(True),
     "do_lower_case": {
         "model": models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"),
         "normalizer": normalizers.BertNormalizer(),
@@ -273,7 +246,7 @@ def test_a_space_in_front_is_refused_for_a_pair_of_files(tmp_path):
 
 
 def test_spaces_that_are_cut_off_a_text_are_among_what_changes(tmp_path):
-    saved(tmp_path, **byte_level_model(), normalizer=normalizers.Strip())
+    saved(tmp_path, **byte_level(), normalizer=normalizers.Strip())
     assert changed_characters(get_tokenizer(str(tmp_path))) == " \t\n\r\x0b\x0c"
 
 
@@ -298,10 +271,7 @@ def test_a_space_that_transformers_leaves_out_is_not_put_before_a_text(tmp_path,
 
 def test_merges_of_another_model_are_not_split_as_gpt2_s(tmp_path):
     """transformers asks the model's configuration where no other names a class."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {char: i for i, char in enumerate([*letters, END])}
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    pair(tmp_path, END)
     for files, is_read in (
         ({"config.json": '{"model_type": "gpt2"}'}, True),
         ({"config.json": '{"model_type": "qwen2"}'}, False),
@@ -314,3 +284,37 @@ def test_merges_of_another_model_are_not_split_as_gpt2_s(tmp_path):
             continue
         with pytest.raises(UserError, match="a Qwen2Tokenizer may split words otherw"):
             get_tokenizer(str(tmp_path))
+
+
+def beside(tmp_path, **token):
+    """Read a tokenizer beside settings that list a flag of an added word."""
+    listed = {"257": {"content": "<tool>", **token}}
+    settings = {"eos_token": END, "added_tokens_decoder": listed}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_word_with_other_flags_beside_the_file_is_refused(tmp_path, flag, value):
+    word = AddedToken("<tool>", **{flag: value})
+    saved(tmp_path, **byte_level(), words=[word])
+    beside(tmp_path, **{flag: value})
+    message = rf"has {flag}={not value} for the added word '<tool>', and tokenizer\.js"
+    with pytest.raises(UserError, match=message):
+        beside(tmp_path, **{flag: not value})
+
+
+def test_a_special_token_may_have_other_flags_because_no_text_has_it(tmp_path):
+    word = AddedToken("<tool>", special=True, lstrip=True)
+    saved(tmp_path, **byte_level(), words=[word])
+    assert beside(tmp_path, special=True, lstrip=False).eot == 256
+
+
+def test_a_token_of_the_vocabulary_that_is_a_word_beside_it_is_refused(tmp_path):
+    letters = [*SPELLING.values(), END, "<tool>"]
+    model = models.BPE({token: i for i, token in enumerate(letters)}, [])
+    saved(tmp_path, **byte_level() | {"model": model})
+    beside(tmp_path, special=True)
+    with pytest.raises(UserError, match=r"adds the word '<tool>', which is none of"):
+        beside(tmp_path)

@@ -6,10 +6,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
+from corpora import check_positions, prepared, write
 
-from trainer.data import Manifest, StandardLibrarySource, corpus, prepare
+from trainer.data import StandardLibrarySource, corpus
 from trainer.data.standard_library import find_library
 from trainer.errors import UserError
 from trainer.report.messages import text_of
@@ -17,7 +17,6 @@ from trainer.report.messages import text_of
 
 @pytest.fixture
 def library(tmp_path):
-    folder = tmp_path / "lib"
     texts = {
         "zlib.py": b"import a\r\n",
         "json/__init__.py": b"# json\n",
@@ -30,10 +29,7 @@ def library(tmp_path):
         "ensurepip/_bundled/pip.py": b"not ours\n",
         "notes.txt": b"not Python\n",
     }
-    for name, raw in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(raw)
-    return folder
+    return write(tmp_path / "lib", texts)
 
 
 def test_its_files_come_by_path_without_packages_and_what_the_build_decides(library):
@@ -62,17 +58,12 @@ def test_its_digest_is_that_of_names_and_texts_and_of_no_place(library, tmp_path
 def test_reading_goes_on_from_every_position(monkeypatch, library):
     monkeypatch.setattr(corpus, "FILES_PER_READ", 1)
     opened = corpus.python_corpus(find_library(library))
-    whole = list(opened.read(None))
-    for i, rows in enumerate(whole):
-        assert list(opened.read(rows.position)) == whole[i + 1 :]
+    assert len(check_positions(opened)) == 4
 
 
 def test_without_source_it_says_so_in_a_line(tmp_path):
-    with pytest.raises(
-        UserError, match="has no source of its standard library"
-    ) as error:
+    with pytest.raises(UserError, match=r"^.*has no source of its standard library.*$"):
         find_library(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_the_installed_library_is_prepared_and_told_by_its_manifest(
@@ -80,27 +71,14 @@ def test_the_installed_library_is_prepared_and_told_by_its_manifest(
 ):
     folder = Path(sysconfig.get_path("stdlib"))
     few = [folder / name for name in ("abc.py", "argparse.py", "ast.py")]
-    monkeypatch.setattr(
-        "trainer.data.standard_library.files_below", lambda _: iter(few)
-    )
-    manifest = Manifest.load(
-        prepare(StandardLibrarySource(), "byte", tmp_path / "data")
-    )
-    source = manifest.source
-    assert (source["kind"], source["version"], source["files"]) == (
-        "python",
-        platform.python_version(),
-        3,
-    )
+    monkeypatch.setattr("trainer.data.standard_library.files_below", lambda _: few)
+    manifest = prepared(StandardLibrarySource(), tmp_path / "data")
+    source, version = manifest.source, platform.python_version()
+    assert (source["kind"], source["version"]) == ("python", version)
+    assert f"Python {version} (3 files," in text_of(source)
     assert len(source["digest"]) == 32
     assert not any(str(value).startswith(sys.base_prefix) for value in source.values())
-    tokens = np.concatenate(
-        [np.concatenate(manifest.open(split)) for split in ("train", "val")]
-    )
+    size = sum(path.stat().st_size for path in few)
+    n_tokens = sum(manifest.token_count(split) for split in ("train", "val"))
     ends = 4  # one of three documents is cut, for the validation
-    assert (
-        sum(len(path.read_bytes()) for path in few)
-        == source["bytes"]
-        == len(tokens) - ends
-    )
-    assert f"Python {platform.python_version()} (3 files," in text_of(source)
+    assert size == source["bytes"] == n_tokens - ends

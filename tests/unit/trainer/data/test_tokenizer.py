@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 import tiktoken
-from families import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library_tokenizers import BYTES, write_tiktoken
 
 from trainer.data.hf_tokenizer import save_hf
 from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
@@ -101,27 +101,24 @@ def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(
     small, tmp_path
 ):
     path = tmp_path / "mine.tiktoken"
-    path.write_bytes(tiktoken_file(small.tokens))
-    path.with_suffix(".json").write_text(
-        json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 60000}})
-    )
+    write_tiktoken(path, r"\S|\s", small.tokens, **{"<|endoftext|>": 60000})
     actual = get_tokenizer(str(path))
     assert actual.eot == 60000
     assert len(actual.encode("Hello")) == 5
 
 
-@pytest.mark.parametrize("pattern", ["", r"\S|\s"])
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("", "expected the keys pat_str"),
+        (r"\S|\s", "the tokens '.*' and 'twice' have one id, 30"),
+    ],
+)
 def test_two_tokens_of_one_id_and_an_empty_pattern_are_refused(
-    small, tmp_path, capfd, pattern
+    tmp_path, capfd, pattern, message
 ):
-    path = tmp_path / "mine.tiktoken"
-    path.write_bytes(tiktoken_file(small.tokens | {b"twice": 300}))
-    path.with_suffix(".json").write_text(
-        json.dumps({"pat_str": pattern, "special_tokens": {}})
-    )
-    message = "expected the keys pat_str"
-    if pattern:
-        message = "the tokens '.*' and 'twice' have one id, 300"
+    tokens = BYTES | {b"other": 300, b"twice": 300}
+    path = write_tiktoken(tmp_path / "mine.tiktoken", pattern, tokens)
     with pytest.raises(UserError, match=message):
         get_tokenizer(str(path))
     assert not capfd.readouterr().err  # Rust would print its stack
@@ -177,14 +174,13 @@ def test_a_saved_tokenizer_comes_back_the_same(small, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", sorted(line_safe_patterns()))
-@pytest.mark.parametrize("examples", quick([100, 300], 100))
-def test_cutting_at_lines_changes_no_id(small, pattern, examples):
+def test_cutting_at_lines_changes_no_id(small, pattern):
     encoding = tiktoken.Encoding(
         "x", pat_str=pattern, mergeable_ranks=small.tokens, special_tokens={}
     )
     letters = "aB é1.,'/s\n\r\t <|日\x85\x1c\u2028"
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=100, deadline=None, database=None)
     @given(st.text(alphabet=letters, max_size=60), st.integers(1, 10))
     def check(text, size):
         pieces = cut_at_lines(text, size)
@@ -195,16 +191,11 @@ def test_cutting_at_lines_changes_no_id(small, pattern, examples):
     check()
 
 
-def test_long_texts_are_cut_and_unknown_patterns_are_not(small):
+def test_long_texts_are_cut_and_unknown_patterns_are_not(small, tmp_path):
     text = "A line.\n" * 100
     assert len(small.cut_up(text, 80)) > 5
-    whole = tiktoken.Encoding(
-        "x",
-        pat_str=r"[\s\S]{1,9}",
-        mergeable_ranks=small.tokens,
-        special_tokens={"<|endoftext|>": 50256},
-    )
-    assert type(small)("x", whole).cut_up(text, 80) == [text]
+    path = write_tiktoken(tmp_path / "mine.tiktoken", r"[\s\S]{1,9}")
+    assert get_tokenizer(str(path)).cut_up(text, 80) == [text]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_valid_ones():

@@ -1,11 +1,10 @@
 """Word patterns give the words of Hugging Face's library, or are left to it."""
 
-import base64
 import itertools
 import json
 
 import pytest
-import tiktoken
+from library_tokenizers import BYTES, write_tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import Tokenizer
 
@@ -36,16 +35,11 @@ READ_OTHERWISE = {
 
 def saved(tmp_path, pattern, text):
     """A byte-level encoding in which every part of a text is a token."""
-    ranks = {bytes([i]): i for i in range(256)}
+    ranks = dict(BYTES)
     for start, end in itertools.combinations(range(len(text) + 1), 2):
         ranks.setdefault(text[start:end].encode(), len(ranks))
-    encoding = tiktoken.Encoding(
-        "own",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": len(ranks)},
-    )
-    tree = to_tokenizer_json(BPETokenizer("own", encoding))
+    path = write_tiktoken(tmp_path / "own.tiktoken", r50k_pat_str, ranks)
+    tree = to_tokenizer_json(get_tokenizer(str(path)))
     tree["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     return Tokenizer.from_str(json.dumps(tree))
@@ -89,18 +83,13 @@ def test_characters_between_matches_are_left_out_by_both_or_by_none():
 def test_a_pattern_that_the_library_reads_otherwise_is_not_exported(
     tmp_path, pattern, reason
 ):
-    def write(pattern):
-        settings = {"pat_str": pattern, "special_tokens": {"<|endoftext|>": 256}}
-        (tmp_path / "mine.json").write_text(json.dumps(settings))
-        return get_tokenizer(str(tmp_path / "mine.tiktoken"))
-
-    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)]
-    (tmp_path / "mine.tiktoken").write_text("".join(lines))
-    out = tmp_path / "out"
+    path, out = tmp_path / "mine.tiktoken", tmp_path / "out"
     out.mkdir()
+    refused = get_tokenizer(str(write_tiktoken(path, pattern)))
     with pytest.raises(UserError, match=rf"reads its word pattern .*{reason}"):
-        save_hf(out, write(pattern), None)
+        save_hf(out, refused, None)
     assert not list(out.iterdir())
-    save_hf(out, write(QWEN), None)
+    exported = get_tokenizer(str(write_tiktoken(path, QWEN)))
+    save_hf(out, exported, None)
     theirs = Tokenizer.from_file(str(out / "tokenizer.json"))
-    assert theirs.encode("\u0141 1").ids == write(QWEN).encode("\u0141 1")
+    assert theirs.encode("\u0141 1").ids == exported.encode("\u0141 1")

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import slow
 from small_models import (
     GPT2,
     LLAMA,
@@ -20,7 +19,6 @@ from small_models import (
     functional,
 )
 
-from trainer.models.choices import REMAT_POLICIES
 from trainer.models.registry import family_of
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
@@ -55,15 +53,6 @@ def test_initial_values_are_normal_and_the_residual_ones_smaller(spec):
         # those.
         error = abs(float(values.std()) / std - 1)
         assert error < 5 / math.sqrt(2 * values.size), path
-
-
-def test_first_loss_is_that_of_a_uniform_guess(spec):
-    spec = dataclasses.replace(spec, vocab_size=5000, scan_layers=True)
-    init, bind, *_ = functional(spec)
-    loss = jax.jit(lambda key: bind(init(key)).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
-    # Logits have a variance of about d_model * 0.02^2 = 0.0064, which moves the
-    # expectation by half of that.
-    assert abs(float(loss(jax.random.key(0))) - math.log(5000)) < 0.05
 
 
 @pytest.mark.parametrize("spec", [GPT2, UNTIED], ids=["gpt2", "llama"])
@@ -109,9 +98,12 @@ def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
 
 @pytest.mark.parametrize(
     ("spec", "remat", "scan_layers"),
-    [(GPT2, "block", True), (GPT2, "dots_saveable", True), (LLAMA, "block", False)]
-    + [(LLAMA, "elementwise", True), slow(GPT2, "elementwise", False)]
-    + [slow(LLAMA, remat, True) for remat in REMAT_POLICIES],
+    [
+        (GPT2, "block", True),
+        (GPT2, "dots_saveable", True),
+        (LLAMA, "block", False),
+        (LLAMA, "elementwise", True),
+    ],
 )
 def test_remat_changes_neither_loss_nor_gradients(spec, remat, scan_layers):
     spec = dataclasses.replace(spec, scan_layers=scan_layers)
@@ -121,13 +113,12 @@ def test_remat_changes_neither_loss_nor_gradients(spec, remat, scan_layers):
     assert_close(recomputed(params)[1], plain(params)[1])
 
 
-@scanned_or_not
-def test_remat_keeps_less_for_the_backward_pass(spec, scan_layers):
+def test_remat_keeps_less_for_the_backward_pass(spec):
     tokens = np.zeros((4, 256), np.int32)
 
     def residual_bytes(remat):
         init, bind, *_ = functional(
-            dataclasses.replace(spec, context=256, scan_layers=scan_layers, remat=remat)
+            dataclasses.replace(spec, context=256, scan_layers=True, remat=remat)
         )
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]

@@ -3,7 +3,7 @@ import pytest
 
 from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
 from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
-from trainer.observe.peaks import PEAKS, peak_flops
+from trainer.observe.peaks import peak_flops
 
 GPT2_124M = GPT2Spec(vocab_size=50257)
 
@@ -59,12 +59,6 @@ def test_peak_is_the_makers_dense_figure(kind, dtype, tera):
 )
 def test_peak_is_none_where_it_is_not_known(kind, dtype):
     assert peak_flops(kind, dtype) is None
-
-
-def test_particular_names_stand_before_general_ones():
-    names = [name for name, _ in PEAKS]
-    for i, general in enumerate(names):
-        assert not any(later.startswith(f"{general} ") for later in names[i + 1 :])
 
 
 def test_the_share_of_some_layers_by_hand():

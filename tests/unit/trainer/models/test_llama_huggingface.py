@@ -150,12 +150,3 @@ def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_p
     (directory / WEIGHTS).rename(directory / "model_new.safetensors")
     with pytest.raises(UserError, match=r"model_old.safetensors and model_new.* both"):
         load_llama(directory)
-
-
-def test_tensors_in_fp8_are_refused_in_a_line(tmp_path):
-    file = tmp_path / WEIGHTS
-    tensor = {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}
-    header = json.dumps({"a": tensor}).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with pytest.raises(UserError, match="a format that NumPy lacks"):
-        read_tensors(file)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from families import slow
 
 from scalify_core import asarray, scalify
 from scalify_core.optim.weights import scaled_params
@@ -16,12 +15,8 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 
-SPECS = {
-    "gpt2": GPT2Spec(vocab_size=100, context=16, n_layer=1, n_head=2, d_model=16),
-    "llama": LlamaSpec(
-        vocab_size=100, context=16, n_layer=1, n_head=2, n_kv_head=1, d_model=16
-    ),
-}
+SIZES = {"vocab_size": 100, "context": 16, "n_layer": 1, "n_head": 2, "d_model": 16}
+SPECS = {"gpt2": GPT2Spec(**SIZES), "llama": LlamaSpec(**SIZES, n_kv_head=1)}
 TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
 # of two sequences of 16 tokens, of a padded vocabulary
 LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
@@ -35,9 +30,7 @@ def loss_of(spec, dtype):
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked(
-    family,
-):
+def test_the_product_writes_logits_in_the_dtype_of_the_matmuls_on_demand(family):
     for how, dtype in ((None, "f32"), ("compute", "bf16")):
         params, loss = loss_of(
             dataclasses.replace(SPECS[family], loss_logits=how), jnp.bfloat16
@@ -47,11 +40,10 @@ def test_the_product_writes_them_in_the_dtype_of_the_matmuls_where_that_is_asked
         assert actual[0] == dtype
 
 
-# that GPT-2's head is asked alike, the test above shows
-@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
-def test_where_scales_propagate_they_are_in_the_format_of_the_data(family):
+# The test above shows that GPT-2's head is asked alike.
+def test_logits_are_in_the_format_of_the_data_where_scales_propagate():
     params, loss = loss_of(
-        dataclasses.replace(SPECS[family], loss_logits="compute"), jnp.float32
+        dataclasses.replace(SPECS["llama"], loss_logits="compute"), jnp.float32
     )
     step = functools.partial(scalify, scales="static")(jax.value_and_grad(loss))
     scaled = scaled_params(params, jnp.float16)

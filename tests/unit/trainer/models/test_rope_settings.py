@@ -3,24 +3,11 @@
 import numpy as np
 import pytest
 
-from trainer.errors import UserError
 from trainer.models.llama.config_json import SIZES
 from trainer.models.llama.rope import frequencies, rope_of, rope_to_config
 from trainer.models.registry import SPECS
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("rope", "message"),
-    [
-        ({**YARN, "truncate": False}, "truncate=False .* not supported"),
-        ({"full_attention": YARN}, "of 'full_attention' alone are not supported"),
-    ],
-)
-def test_what_would_be_another_function_is_refused(rope, message):
-    with pytest.raises(UserError, match=message):
-        rope_of({"max_position_embeddings": 128, "rope_parameters": rope})
 
 
 def test_the_context_before_scaling_may_stand_at_the_top():

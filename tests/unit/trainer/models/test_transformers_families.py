@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_files import DATA, config_of
+from family_files import DATA
 from safetensors.numpy import load_file
 from small_models import matmul_flops
 
-from trainer.config.inherited import inherit
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.flops import forward_flops_per_token, param_count
@@ -120,37 +119,3 @@ def test_parameter_counts_are_the_published_ones(preset, published):
     for scan in (False, True) if published < 2e8 else (True,):
         spec = family_files.preset(preset, **sizes, scan_layers=scan)
         assert param_count(spec) == published
-
-
-def test_two_ways_of_rotary_positions_that_contradict_are_refused():
-    config = config_of(
-        "llama_llama3", rope_scaling={"rope_type": "linear", "factor": 2.0}
-    )
-    with pytest.raises(UserError, match="contr"):
-        SPECS["llama"].of_config(config)
-
-
-def test_both_places_of_rotary_positions_may_say_the_same():
-    config = config_of("llama_llama3")
-    scaling = dict(config["rope_parameters"])
-    del scaling["rope_theta"]
-    cls = SPECS["llama"]
-    for both in (scaling, config["rope_parameters"]):
-        assert cls.of_config(config | {"rope_scaling": both}) == cls.of_config(config)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 10**400},
-        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
-        {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-320},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1e400},
-    ],
-)
-def test_rotary_positions_of_odd_numbers_are_a_line(tmp_path, rope):
-    config = config_of("qwen2", rope_parameters=rope)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError) as error:
-        inherit({"name": "from_init"}, str(tmp_path))
-    assert "\n" not in str(error.value)

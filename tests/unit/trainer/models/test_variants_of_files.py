@@ -5,7 +5,7 @@ The models are those of `tests/data/families`, whose logits are transformers'.
 
 import numpy as np
 import pytest
-from family_files import check_refused, check_same, config_of, copied
+from family_files import check_refused, check_same, config_of, copied, read
 
 from trainer.errors import UserError
 from trainer.models.mistral.spec import MistralSpec
@@ -98,6 +98,11 @@ def test_layers_of_one_kind_have_all_a_window_or_none():
         (LLAMA3 | {"low_freq_factor": None}, "low_freq_factor=None: expected a number"),
         (LLAMA3 | {"high_freq_factor": 1.0}, ".* low_freq_factor below high"),
         ({"rope_type": "longrope", "factor": 4.0}, "'longrope' is not .*; valid: 'def"),
+        (YARN | {"truncate": False}, "truncate=False .* not supported"),
+        ({"full_attention": YARN}, "of 'full_attention' alone are not supported"),
+        # numbers that no function has
+        (YARN | {"rope_theta": 1.0}, "rope_theta"),
+        (YARN | {"beta_slow": 1e-320}, "beta_slow"),
         (YARN | {"mscale": 0.7}, "mscale=0.7 of rope_type='yarn' is not supported"),
     ],
 )
@@ -106,6 +111,18 @@ def test_rotary_positions_that_are_not_told_or_not_known_are_named(
 ):
     config = {"rope_scaling": "absent", "rope_parameters": "absent", place: rope}
     check_refused(copied(tmp_path, "qwen2", config), message)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 10**400},
+        YARN | {"original_max_position_embeddings": 1e400},
+    ],
+)
+def test_numbers_of_rotary_positions_that_no_float_holds_are_a_line(tmp_path, rope):
+    with pytest.raises(UserError, match=r"^.*$"):
+        read(copied(tmp_path, "qwen2", {"rope_parameters": rope}))
 
 
 def test_two_bases_of_rotary_positions_are_refused(tmp_path):
@@ -135,6 +152,8 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
         ("qwen2", {"tie_word_embeddings": "absent"}),  # false
         ("llama", {"pretraining_tp": 2, "attention_dropout": 0.1}),
         ("qwen3", {"dtype": "absent", "torch_dtype": "bfloat16"}),
+        ("llama_llama3", {"rope_scaling": LLAMA3}),
+        ("llama_llama3", {"rope_scaling": LLAMA3 | {"rope_theta": 1e4}}),
     ],
 )
 def test_other_words_for_the_same_model(tmp_path, name, config):
@@ -190,6 +209,11 @@ LAYER = "model.layers.1"
             {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
             "d_model=16 is not a multiple of model.n_head=5",
         ),
+        (
+            "llama_llama3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "contr",
+        ),
         ("llama", {"head_dim": 7}, "head_dim=7: rotary positions turn pairs"),
         ("llama", {"num_hidden_layers": "two"}, "'two': expected a whole number"),
         ("llama", {"vocab_size": 60}, r"shape \(67, 16\), expected \(60, 16\)"),
@@ -203,6 +227,17 @@ LAYER = "model.layers.1"
         ("qwen2", GPTQ, GPTQ_REFUSED),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers=.*is not supp"),
+        ("smollm3", {"no_rope_layers": "0"}, "is not a list of num_hidden_layers"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 1, 0], "num_hidden_layers": 10**12}
+            | {"layer_types": "absent"},
+            "is not a list of num_hidden_layers",
+        ),
+        # as the files cannot hold
+        ("llama", {"num_hidden_layers": 900}, "take at least"),
+        ("llama", {"num_hidden_layers": 10**6}, "at most 1000"),
+        ("llama", {"vocab_size": 10**8}, "take at least"),
         ("mistral_window", {"sliding_window": "7"}, "sliding_window='7': expected a"),
         # Layers with a window.
         (
