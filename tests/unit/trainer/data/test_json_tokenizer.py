@@ -14,7 +14,6 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    trainers,
 )
 
 from trainer.assembly.evaluation import source_text, validation_text
@@ -27,7 +26,6 @@ from trainer.data.loader import Batch, bytes_per_target
 from trainer.data.tokenizer import (
     continuation,
     get_tokenizer,
-    load_saved,
     vocabulary_file,
 )
 from trainer.errors import UserError
@@ -60,30 +58,22 @@ def test_marks_of_a_tokenizer_are_no_bytes_of_text(tmp_path):
     assert size == pytest.approx(len(" and the earth") + len("the heaven\n漢".encode()))
 
 
-@pytest.mark.parametrize("kind", ["no decoder", "unigram"])
-def test_bytes_are_the_sources_where_a_decoder_changes_the_text(kind, tmp_path):
-    """Without a decoder there are spaces between all tokens."""
-    made = unigram()
-    if kind == "no decoder":
-        made = Tokenizer(models.BPE(unk_token="<unk>"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        special = ["<unk>", "</s>"]
-        trainer = trainers.BpeTrainer(vocab_size=90, special_tokens=special)
-        made.train_from_iterator([*WORDS, "天气很好 f(x)=a-b/c, 12.5%"], trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
+def test_bytes_are_the_sources_where_a_tokenizer_changes_the_text(tmp_path):
+    unigram().save(str(tmp_path / "tokenizer.json"))
     texts = [f"天气很好 {i}\n\nf(x)=a-b/c, the {'earth' * i}" for i in range(60)]
+    sizes = [len(text.encode()) for text in texts]
     write(tmp_path, {"a.jsonl": rows(texts)})
     source = TextSource((str(tmp_path / "a.jsonl"),))
     folder = prepare(source, str(tmp_path), tmp_path / "cache", val_fraction=0.5)
     data = Dataset.open(folder, seed=0, context=8, batch_size=2)
     split = data.manifest.splits["val"]
-    assert split.bytes < sum(len(text.encode()) for text in texts)
+    assert split.bytes < sum(sizes)
     w = SimpleNamespace(data=data, model=SimpleNamespace(spec=data.val))
     size = validation_text(w, 2).bytes_per_token
     assert size == pytest.approx(split.bytes / split.tokens)
     size = source_text(source, tmp_path / "cache", w, 10_000).bytes_per_token
     n_tokens = sum(part.tokens for part in data.manifest.splits.values())
-    assert size == pytest.approx(sum(len(text.encode()) for text in texts) / n_tokens)
+    assert size == pytest.approx(sum(sizes) / n_tokens)
 
 
 def test_ids_are_the_librarys_without_what_it_adds(made):
@@ -133,18 +123,14 @@ def test_text_comes_back_and_ids_without_a_token_are_told(made):
 
 
 def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
-    _, ours, directory, end = made
+    _, ours, directory, _ = made
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     out.mkdir()
     ours.save(run)
     save_hf(out, ours, 64)
-    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == end
-    for again in (
-        load_saved(ours.name, run),
-        get_tokenizer(str(vocabulary_file(run))),
-        get_tokenizer(str(out)),
-    ):
+    for source in (run, vocabulary_file(run), out):
+        again = get_tokenizer(str(source))
         assert again.fingerprint == ours.fingerprint
         assert again.encode(TEXTS[1]) == ours.encode(TEXTS[1])
     assert token_difference(token_ids_in(directory), ours) is None
@@ -170,33 +156,28 @@ def test_a_byte_that_is_a_token_too_keeps_its_spelling():
 def test_names_of_bytes_that_the_model_does_not_use_are_no_bytes(tmp_path):
     tree = json.loads(llama2().to_str())
     tree["model"] |= {"byte_fallback": False}
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(tree))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     ours = get_tokenizer(str(tmp_path))
     assert b"\n" not in ours.tokens
     assert ours.tokens[b"<0x0A>"] == tree["model"]["vocab"]["<0x0A>"]
-    tree["model"] |= {"unk_token": None}
-    file.write_text(json.dumps(tree))
-    with pytest.raises(UserError, match="no token for characters outside of its voc"):
-        get_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["llama2", "unigram"])
 def test_bytes_that_are_marked_as_special_still_stand_for_characters(kind, tmp_path):
     """The library's trainers can only make them so."""
     tree = json.loads(KINDS[kind][0]().to_str())
-    model, names = tree["model"], [f"<0x{byte:02X}>" for byte in range(256)]
-    model["byte_fallback"] = True
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    tree["model"]["byte_fallback"] = True
     if kind == "unigram":
-        model["vocab"] += [[name, -20.0] for name in names]
+        tree["model"]["vocab"] += [[name, -20.0] for name in names]
     made = Tokenizer.from_str(json.dumps(tree))
     made.add_special_tokens(names)
     made.save(str(tmp_path / "tokenizer.json"))
-    ours = get_tokenizer(str(tmp_path))
-    text = "漢字 the earth"
-    assert ours.encode(text) == made.encode(text, add_special_tokens=False).ids
-    assert made.token_to_id("<0xE6>") in ours.encode("漢字")
-    assert ours.tokens["漢".encode()[:1]] == made.token_to_id("<0xE6>")
+    ours, byte = get_tokenizer(str(tmp_path)), made.token_to_id("<0xE6>")
+    ids = ours.encode("漢字 the earth")
+    assert ids == made.encode("漢字 the earth", add_special_tokens=False).ids
+    assert byte in ids
+    assert ours.tokens[b"\xe6"] == byte
 
 
 @pytest.mark.parametrize("marked", ["ĠĠ", "ĊĊ", "Ċ", "▁▁"])
@@ -209,7 +190,7 @@ def test_spaces_that_are_marked_as_special_are_still_joined(marked, tmp_path):
         parts = {"normalizer": normalizers.Replace(" ", "▁")}
     model, special = models.BPE(ids, merges, unk_token="a"), ["</s>", marked]
     made = saved(tmp_path, model, special=special, **parts)
-    ours, text = get_tokenizer(str(tmp_path)), "a  b" if marked[0] in "Ġ▁" else "a\n\nb"
+    ours, text = get_tokenizer(str(tmp_path)), "a\n\nb" if "Ċ" in marked else "a  b"
     assert ours.encode(text) == made.encode(text).ids
     assert made.token_to_id(marked) in ours.encode(text)
     assert list(ours.special_tokens) == ["</s>"]
@@ -276,7 +257,7 @@ def added(content, i):
         (added("</s>", 9999), "has the id 9999, but .* gives it 2; write 2 there"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused_in_a_line(change, message, tmp_path):
+def test_a_file_of_no_tokenizer_is_refused_in_a_line(change, message, tmp_path):
     tree = json.loads(llama2().to_str())
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree | change(tree)))
     with pytest.raises(UserError, match=message) as refused:

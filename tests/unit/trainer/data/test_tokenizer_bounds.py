@@ -86,29 +86,34 @@ def test_a_tokenizer_whose_pattern_burns_is_refused_when_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "normalizer",
+    "parts",
     [
-        normalizers.Replace("a", "b" * 1000),
-        normalizers.Sequence([normalizers.Replace("a", "aa")] * 7),
-        normalizers.Prepend("x" * 100),
-        # Each of these doubles a text.
-        normalizers.Sequence([normalizers.Replace(Regex(""), "a")] * 7),
-        normalizers.Sequence([normalizers.Replace(Regex("(?=.)"), "a")] * 7),
-        normalizers.Sequence([normalizers.Replace("", "a")] * 7),
-        normalizers.Sequence([normalizers.Replace(Regex("b*"), "a")] * 7),
-        normalizers.Sequence([normalizers.Replace(Regex("b{0,2}"), "a")] * 7),
-        normalizers.Sequence([normalizers.Replace(Regex(r"\A|c"), "a")] * 7),
+        [normalizers.Replace("a", "b" * 1000)],
+        [normalizers.Prepend("x" * 100)],
+        *(
+            # Each of these doubles a text.
+            [normalizers.Replace(pattern, "aa")] * 7
+            for pattern in (
+                "a", "", Regex(""), Regex("(?=.)"), Regex("b*"), Regex("b{0,2}"),
+                Regex(r"\A|c"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_normalizers_that_multiply_a_text_are_refused(tmp_path, parts):
+    with pytest.raises(UserError, match="replaces a character by up to"):
+        get_tokenizer(save(tmp_path, normalizer=normalizers.Sequence(parts)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")],
+        [normalizers.NFC()],
     ],
 )
-def test_normalizers_that_multiply_a_text_are_refused(tmp_path, normalizer):
-    with pytest.raises(UserError, match="replaces a character by up to"):
-        get_tokenizer(save(tmp_path, normalizer=normalizer))
-
-
-def test_normalizers_of_known_tokenizers_are_accepted(tmp_path):
-    llama = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    for normalizer in (normalizers.Sequence(llama), normalizers.NFC()):
-        get_tokenizer(save(tmp_path, normalizer=normalizer))
+def test_normalizers_of_known_tokenizers_are_accepted(tmp_path, parts):
+    get_tokenizer(save(tmp_path, normalizer=normalizers.Sequence(parts)))
 
 
 # the longest of Unicode's own forms, that of U+FDFA
@@ -121,38 +126,24 @@ def charsmap_of(longest):
     return base64.b64encode(table).decode()
 
 
+def charsmap(content):
+    return {"type": "Precompiled", "precompiled_charsmap": charsmap_of(content)}
+
+
 def test_normalizers_of_transformers_converters_are_accepted(tmp_path):
     assert (len(LONGEST), len(LONGEST.encode())) == (18, 33)
-    table = {
-        "type": "Precompiled",
-        "precompiled_charsmap": charsmap_of(LONGEST.encode()),
-    }
     replacements = [(" {2,}", "\u2581"), (r"\A +| +\z", ""), (" {2,}", " ")]
     replacements.append((r"\A\u2581", "\u2581\u2581"))
     parts = [
         {"type": "Replace", "pattern": {"Regex": regex}, "content": content}
         for regex, content in replacements
     ]
+    table = charsmap(LONGEST.encode())
     for some in (parts[:1], parts[1:]):
         check_tokenizer_json(tmp_path, {"normalizer": {"normalizers": [table, *some]}})
 
 
-@pytest.mark.parametrize(("length", "is_refused"), [(33, False), (1000, True)])
-def test_a_table_of_normal_forms_has_no_long_ones(tmp_path, length, is_refused):
-    charsmap = charsmap_of(b"y" * length)
-    tree = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
-    if not is_refused:
-        return check_tokenizer_json(tmp_path, tree)
+def test_a_table_of_normal_forms_has_no_long_ones(tmp_path):
+    check_tokenizer_json(tmp_path, {"normalizer": charsmap(b"y" * 33)})
     with pytest.raises(UserError, match="by up to 1,000 others"):
-        check_tokenizer_json(tmp_path, tree)
-
-
-def test_long_tokens_are_left_to_the_library_whose_time_does_not_grow_with_a_square():
-    tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [b"a" * 2**n for n in range(1, 15)]
-    merges = [(b"a" * 2**n,) * 2 for n in range(14)]
-    started = time.process_time()
-    assert not is_same_in_tiktoken({t: i for i, t in enumerate(tokens)}, merges)
-    assert time.process_time() - started < 5
-    short = {t: i for i, t in enumerate(tokens) if len(t) <= 64}
-    assert is_same_in_tiktoken(short, merges[:6])
+        check_tokenizer_json(tmp_path, {"normalizer": charsmap(b"y" * 1000)})
