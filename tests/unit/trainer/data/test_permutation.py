@@ -38,13 +38,6 @@ def test_epochs_and_seeds_differ():
     assert len(set(shuffles)) == 64
 
 
-def test_one_call_may_hold_several_epochs():
-    n = 10
-    epoch, position = np.divmod(np.arange(25), n)
-    whole = np.concatenate([epoch_of(5, e, n) for e in range(3)])[:25]
-    assert np.array_equal(permute(5, epoch, position, n), whole)
-
-
 @pytest.mark.parametrize("n", [5, 16, 37])
 def test_a_window_may_come_at_any_place_of_the_epoch(n):
     # Counts of (place, window) over E epochs are near E/n: chi square of n(n-1) cells

@@ -2,6 +2,7 @@
 that errors name the cause."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from corpora import check_positions, prepared, rows, tokens, write
 
+from trainer.cli.prepare_data import command
 from trainer.data import (
     EmbeddedSource,
     HubSource,
@@ -29,6 +31,7 @@ from trainer.data import (
 from trainer.data.encode import uniform
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
+from trainer.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -53,21 +56,26 @@ def content(directory):
 
 
 def test_the_embedded_corpus_is_one_text_whose_last_tenth_is_for_validation(tmp_path):
-    manifest = Manifest.load(prepare(EmbeddedSource(), "byte", tmp_path))
+    manifest = prepared(EmbeddedSource(), tmp_path)
     train, val = (
         bytes(tokens(manifest, split).astype(np.uint8)).decode()
         for split in ("train", "val")
     )
-    assert train.startswith(
-        "In the beginning God created the heaven and the earth.\nAnd the earth was"
-        " without form"
-    )
+    assert train.startswith("In the beginning God created the heaven and the earth.\n")
     assert val.endswith("The grace of our Lord Jesus Christ be with you all. Amen.")
-    assert len(train) == int(0.9 * len(train + val))
     assert len(train + val) == 4_137_451
-    assert "\0" not in train + val
-    assert manifest.byte_count("train") == manifest.token_count("train") == len(train)
+    assert manifest.byte_count("train") == len(train) == int(0.9 * 4_137_451)
     assert (manifest.vocab_size, manifest.eot, manifest.dtype) == (256, 0, "uint16")
+
+
+def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
+    assert command([f"data.cache_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    line = "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards"
+    assert line in out
+    directory = Path(out.rsplit("directory: ", 1)[1].strip())
+    assert (directory / "manifest.json").is_file()
+    assert command([f"verify={directory}"]) == 0
 
 
 def test_preparing_the_embedded_corpus_neither_imports_it_nor_datasets(tmp_path):
@@ -98,26 +106,6 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
     assert sum(part.bytes for part in parts) == sum(len(x.encode()) for x in kept)
     share = manifest.splits["val"].documents / len(kept)
     assert abs(share - 0.2) < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
-
-
-def test_a_single_text_keeps_its_lines_over_all_chunks(
-    small_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("trainer.data.corpus.PIECE_CHARS", 200)
-    monkeypatch.setattr("trainer.data.encode.UNIT_CHARS", 100)
-    rng = random.Random(1)
-    lines = ["", "", "  ", "A line.", "  indented", "Ümlaut", "x = 1", "日本語"]
-    text = "\n".join(rng.choices([*lines, "Some words, and more words"], k=5_000))
-    path = tmp_path / "a book [1].txt"
-    path.write_bytes(text.replace("\n", "\r\n").encode())  # line ends become \n
-    source = TextSource((str(path),))
-    manifest = prepared(source, tmp_path / "cache", str(small_dir), shard_bytes=5_000)
-    assert len(manifest.splits["train"].shards) > 2
-    cut = int(len(text) * 0.9)
-    tokenizer = get_tokenizer(str(small_dir))
-    assert tokens(manifest, "train").tolist() == tokenizer.encode(text[:cut])
-    assert tokens(manifest, "val").tolist() == tokenizer.encode(text[cut:])
-    assert manifest.byte_count("train") == len(text[:cut].encode())
 
 
 def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):
@@ -166,9 +154,8 @@ def test_progress_counts_what_is_done(jsonl, tmp_path):
     counts = [p.documents for p in seen]
     assert counts == sorted(counts)
     parts = manifest.splits.values()
-    assert seen[-1].documents == sum(split.documents for split in parts)
+    assert counts[-1] == sum(split.documents for split in parts)
     assert seen[-1].tokens == sum(split.tokens for split in parts)
-    seen.clear()
     prepare(EmbeddedSource(), "byte", tmp_path, progress=seen.append)
     assert seen[-1].fraction == 1.0
 
@@ -185,37 +172,31 @@ def slowly(path, data):
     time.sleep(0.02)
 preparation.write_atomically = slowly
 path, tokenizer, cache = sys.argv[1:]
-source = TextSource((path,), "text")
+source = TextSource((path,))
 preparation.prepare(source, tokenizer, Path(cache), shard_bytes=12_000)
 """
 
 
 @pytest.fixture(scope="module")
-def corpora(jsonl, documents, tmp_path_factory):
-    """The documents as each kind of source."""
+def sources(documents, tmp_path_factory):
+    """The documents as one text, and as a data set of the hub with a limit."""
     parts = [documents[i : i + 600] for i in range(0, 3000, 600)]
     files = {f"hub/train-{i}.jsonl": rows(part) for i, part in enumerate(parts)}
-    for i in range(150):
-        files[f"files/{i:03}.txt"] = "\n".join(documents[i * 20 : i * 20 + 20])
-    root = tmp_path_factory.mktemp("corpora")
-    write(root, files | {"text": "\n".join(documents), "a.parquet": documents})
-    paths = {kind: str(root / kind) for kind in ("hub", "files", "text")}
-    return paths | {"jsonl": str(jsonl), "parquet": str(root / "a.parquet")}
-
-
-def source_of(kind, path):
-    if kind == "hub":
-        return HubSource(path, streaming=True, max_documents=2900, max_tokens=80_000)
-    return (
-        TextSource((path + "/*.txt",)) if kind == "files" else TextSource((path,), kind)
+    folder = write(
+        tmp_path_factory.mktemp("corpora"), files | {"a.txt": "\n".join(documents)}
     )
+    limits = {"streaming": True, "max_documents": 2900, "max_tokens": 80_000}
+    return {
+        "text": TextSource((f"{folder}/a.txt",)),
+        "hub": HubSource(f"{folder}/hub", **limits),
+    }
 
 
 def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
-    corpora, small_dir, tmp_path, monkeypatch
+    sources, small_dir, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("trainer.data.corpus.PIECE_CHARS", 2_000)
-    source, tokenizer = source_of("text", corpora["text"]), str(small_dir)
+    source, tokenizer = sources["text"], str(small_dir)
     whole = prepare(source, tokenizer, tmp_path / "whole", shard_bytes=12_000)
     cache = tmp_path / "killed"
     journal = cache / whole.name / "journal.jsonl"
@@ -223,7 +204,7 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
     lengths = [0]
     for _ in range(2):
         process = subprocess.Popen(
-            [sys.executable, "-c", PREPARE, corpora["text"], tokenizer, str(cache)],
+            [sys.executable, "-c", PREPARE, *source.paths, tokenizer, str(cache)],
             cwd=ROOT,
         )
         # Kill inside one of the next chunks, anywhere in it.
@@ -244,43 +225,56 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
     assert [path.stat().st_mtime_ns for path in shards] == times
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text", "files", "hub"])
+@pytest.mark.parametrize("kind", ["text", "hub"])
 def test_every_position_continues_with_the_rows_that_follow_it(
-    kind, corpora, tmp_path, monkeypatch
+    kind, sources, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(corpus, "DOCUMENTS_PER_READ", 97)
     monkeypatch.setattr(corpus, "PIECE_CHARS", 3_000)
-    opened = corpus.open_corpus(source_of(kind, corpora[kind]), tmp_path)
-    assert len(check_positions(opened)) > 5
+    assert len(check_positions(corpus.open_corpus(sources[kind], tmp_path))) > 5
 
 
-def interrupted(source, cache):
-    """Stop in the middle, and return the arguments that continue."""
-    arguments = (source, "byte", cache)
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """Let the disk be full after three shards, and return how it continues."""
 
-    def stop(progress):
-        if progress.documents > 500:
-            raise KeyboardInterrupt
+    def interrupt(source):
+        calls = itertools.count()
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare(*arguments, shard_bytes=20_000, progress=stop)
-    return arguments
+        def full(path, data):
+            if next(calls) == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write_atomically(path, data)
+
+        def again():
+            return prepare(source, "byte", tmp_path / "cache", shard_bytes=20_000)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "write_atomically", full)
+            message = "No space left on device; make room .* run again to continue"
+            with pytest.raises(UserError, match=message):
+                again()
+        return again
+
+    return interrupt
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "hub"])
-def test_a_torn_journal_line_and_partial_files_are_dropped(kind, corpora, tmp_path):
+@pytest.mark.parametrize("kind", ["text", "hub"])
+def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
+    kind, sources, tmp_path, monkeypatch, interrupted
+):
     """Of the hub, also: a limit of tokens counts those before the interruption."""
-    source = source_of(kind, corpora[kind])
-    arguments = interrupted(source, tmp_path / "torn")
-    whole = prepare(source, "byte", tmp_path / "whole", shard_bytes=20_000)
-    directory = tmp_path / "torn" / whole.name
+    monkeypatch.setattr(corpus, "PIECE_CHARS", 3_000)
+    again = interrupted(sources[kind])
+    complete = prepare(sources[kind], "byte", tmp_path, shard_bytes=20_000)
+    directory = tmp_path / "cache" / complete.name
     with (directory / "journal.jsonl").open("a") as file:
         file.write('{"position": nothing')
     (directory / "train-00099.bin.1.partial").write_bytes(b"half")
     message = "preparation is unfinished: run it again to continue"
     with pytest.raises(UserError, match=message):
         Manifest.load(directory)
-    assert content(prepare(*arguments, shard_bytes=20_000)) == content(whole)
+    assert content(again()) == content(complete)
 
 
 @pytest.mark.parametrize(
@@ -292,13 +286,13 @@ def test_a_torn_journal_line_and_partial_files_are_dropped(kind, corpora, tmp_pa
         lambda line: b"{}",
     ],
 )
-def test_an_altered_journal_is_one_message(jsonl, tmp_path, change):
-    arguments = interrupted(TextSource((str(jsonl),)), tmp_path / "cache")
+def test_an_altered_journal_is_one_message(jsonl, tmp_path, change, interrupted):
+    again = interrupted(TextSource((str(jsonl),)))
     [journal] = tmp_path.glob("cache/*/journal.jsonl")
     first, *others = journal.read_bytes().split(b"\n")
     journal.write_bytes(b"\n".join([change(first), *others]))
     with pytest.raises(UserError, match=r"journal.jsonl is damaged .*rm -r .*"):
-        prepare(*arguments, shard_bytes=20_000)
+        again()
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_not_rounded_away(
@@ -320,28 +314,6 @@ def test_several_processes_prepare_once(jsonl, tmp_path):
         ]
     assert len({call.result() for call in calls}) == 1
     assert [p.documents for p in seen] == sorted({p.documents for p in seen})
-
-
-def test_a_full_disk_is_one_message_and_loses_nothing(jsonl, tmp_path, monkeypatch):
-    source = TextSource((str(jsonl),))
-    whole = prepare(source, "byte", tmp_path / "whole", shard_bytes=40_000)
-    write, calls = preparation.write_atomically, []
-
-    def full(path, data):
-        calls.append(path)
-        if len(calls) > 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, data)
-
-    monkeypatch.setattr(preparation, "write_atomically", full)
-    with pytest.raises(
-        UserError, match=r"No space left on device; make room .* run again to continue"
-    ):
-        prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)
-    monkeypatch.setattr(preparation, "write_atomically", write)
-    assert content(
-        prepare(source, "byte", tmp_path / "full", shard_bytes=40_000)
-    ) == content(whole)
 
 
 def test_a_journal_that_is_a_link_is_not_shortened(jsonl, tmp_path):
