@@ -1,153 +1,85 @@
 """Weights of other trainers in FP8, with a scale for a block, a row or the tensor."""
 
-import json
+from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8Weights
-from trainer.models.huggingface import save
-from trainer.models.llama.huggingface import layout_of, load_llama
-from trainer.models.llama.model import functional
-from trainer.models.llama.spec import LlamaSpec
-from trainer.models.named_weights import to_params
 
-E4M3 = ml_dtypes.float8_e4m3fn
-SPEC = LlamaSpec(
-    vocab_size=40, context=16, n_layer=1, n_head=2, d_model=24, n_kv_head=1, d_mlp=40
-)
+NAME = "model.layers.0.self_attn.q_proj."
+SHAPE = (24, 40)
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
-FORMS = {
-    "blocks": {"quant_method": "fp8", "weight_block_size": [16, 16]},
-    "tensor": {"quant_method": "fp8", "weight_block_size": None},
-    "old tensor": {"quant_method": "fp8"},
-    "blocks of a group": {
-        "quant_method": "compressed-tensors",
-        "config_groups": {
-            "group_0": {
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "strategy": "block",
-                    "block_structure": [16, 16],
-                }
-            }
-        },
-    },
-    "rows": {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": WEIGHTS}},
-    },
-}
+BLOCK = {"strategy": "block", "block_structure": [16, 16]}
 
 
-def quantized(name, weight):
-    """The E4M3 numbers of a weight, their scales, and what both stand for."""
-    rows, columns = (16, 16) if "blocks" in name else weight.shape
-    rows = 1 if name == "rows" else rows
-    scales = np.empty((-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
-    narrow, wide = np.empty(weight.shape, E4M3), np.empty(weight.shape, np.float32)
-    for i, j in np.ndindex(scales.shape):
-        block = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-        scales[i, j] = np.float32(np.abs(weight[block]).max() / 448)
-        narrow[block] = (weight[block] / scales[i, j]).astype(E4M3)
-        wide[block] = narrow[block].astype(np.float32) * np.float32(scales[i, j])
-    return narrow, scales.astype(np.float32), wide
+def compressed(**weights):
+    """Return the settings of compressed-tensors with one group."""
+    groups = {"group_0": {"weights": WEIGHTS | weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-def write_safetensors(file, tensors):
-    """Write a file with FP8, which the library writes from PyTorch alone."""
-    names = {"float8_e4m3fn": "F8_E4M3", "float32": "F32"}
-    header, end = {}, 0
-    for name, x in tensors.items():
-        header[name] = {
-            "dtype": names[str(x.dtype)],
-            "shape": x.shape,
-            "data_offsets": [end, end := end + x.nbytes],
-        }
-    text = json.dumps(header).encode()
-    data = b"".join(x.tobytes() for x in tensors.values())
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+TENSOR = {"quant_method": "fp8", "weight_block_size": None}
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Writes the checkpoint of a form, and returns what its weights stand for."""
-
-    def write(name, change=lambda tensors: None):
-        params = functional(SPEC).init(jax.random.key(0))
-        save(tmp_path / "wide", SPEC, params)
-        config = json.loads((tmp_path / "wide" / "config.json").read_text())
-        tensors = load_file(tmp_path / "wide" / "model.safetensors")
-        expected = dict(tensors)
-        for key in [k for k in tensors if "proj" in k]:
-            end = "weight_scale" + "_inv" * (name in ("blocks", "tensor"))
-            narrow, scales, expected[key] = quantized(name, tensors[key])
-            scales = scales.reshape(()) if name == "tensor" else scales
-            scales = scales.reshape(1) if name == "old tensor" else scales
-            tensors |= {key: narrow, key.removesuffix("weight") + end: scales}
-            for unused in ("input_scale", "activation_scale"):
-                tensors[key.removesuffix("weight") + unused] = np.ones(1, np.float32)
-        change(tensors)
-        folder = tmp_path / name
-        folder.mkdir()
-        config["quantization_config"] = FORMS[name]
-        (folder / "config.json").write_text(json.dumps(config))
-        write_safetensors(folder / "model.safetensors", tensors)
-        return folder, to_params(folder, expected, functional(SPEC), layout_of(SPEC))
-
-    return write
+def widened(settings, suffix, scale):
+    """Read a weight with its scale, beside a norm and scales that nothing needs."""
+    weight = np.arange(960).reshape(SHAPE) % 7 - 3
+    weight = weight.astype(ml_dtypes.float8_e4m3fn)
+    norm = np.ones(24, ml_dtypes.bfloat16)
+    tensors = {f"{NAME}weight": weight, "norm.weight": norm}
+    tensors |= {f"{NAME}input_scale": norm, f"{NAME}activation_scale": norm}
+    if scale is not None:
+        tensors[NAME + suffix] = np.asarray(scale, np.float32)
+    fp8 = Fp8Weights.of_config({"quantization_config": settings})
+    wide = fp8.widen(Path("model"), tensors)
+    assert wide.keys() == {f"{NAME}weight", "norm.weight"}
+    assert wide["norm.weight"] is norm
+    return wide[f"{NAME}weight"], weight.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_weights_are_their_numbers_times_their_scales(checkpoint, name):
-    folder, expected = checkpoint(name)
-    spec, params = load_llama(folder, LlamaSpec)
-    assert spec == SPEC
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+SCALES = 2.0 ** np.arange(6).reshape(2, 3)
 
 
 @pytest.mark.parametrize(
-    ("scale", "words"),
+    ("settings", "suffix", "scale", "factors"),
     [
-        (None, "is FP8, but it has no scale .*weight_scale_inv or .*weight_scale;"),
-        (np.ones((1, 3), np.float32), r"has shape \(1, 3\); expected \(2, 2\)"),
-        (-np.ones((2, 2), np.float32), "holds scales that are negative or not finite"),
+        (BLOCKS, "weight_scale_inv", SCALES, SCALES),
+        (compressed(**BLOCK), "weight_scale", SCALES, SCALES),
+        (TENSOR, "weight_scale_inv", 0.3, np.full((2, 3), 0.3)),
+        ({"quant_method": "fp8"}, "weight_scale", [0.3], np.full((2, 3), 0.3)),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(checkpoint, scale, words):
-    key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+def test_weights_are_their_numbers_times_their_scales(settings, suffix, scale, factors):
+    wide, numbers = widened(settings, suffix, scale)
+    assert wide.dtype == np.float32
+    for i, j in np.ndindex(SHAPE):
+        assert wide[i, j] == numbers[i, j] * np.float32(factors[i // 16, j // 16])
 
-    def change(tensors):
-        del tensors[key]
-        if scale is not None:
-            tensors[key] = scale
 
-    folder, _ = checkpoint("blocks", change)
-    with pytest.raises(UserError, match=words):
-        load_llama(folder, LlamaSpec)
+def test_each_row_may_have_a_scale():
+    scale = 1 + np.arange(24, dtype=np.float32)[:, None]
+    wide, numbers = widened(compressed(), "weight_scale", scale)
+    np.testing.assert_array_equal(wide, numbers * scale)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "scale", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq', .*; valid: symmetric E4M3"),
-        (FORMS["rows"] | {"transform_config": {"a": 1}}, "transform_config is not"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "expected two sizes"),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": WEIGHTS | {"num_bits": 4}}},
-            },
-            "weights of 4 bits, type=float",
-        ),
-        ({"quant_method": "compressed-tensors"}, "weights of None bits"),
+        (BLOCKS, None, "is FP8, but it has no scale .*weight_scale_inv or .*weight_sc"),
+        (BLOCKS, np.ones((1, 3)), r"has shape \(1, 3\); expected \(2, 3\)"),
+        (BLOCKS, -SCALES, "holds scales that are negative or not finite"),
+        (BLOCKS, SCALES * np.inf, "holds scales that are negative or not finite"),
+        ({"quant_method": "gptq", "bits": 4}, 1, "'gptq', .*; valid: symmetric E4M3"),
+        (compressed() | {"transform_config": {"a": 1}}, 1, "transform_config is not"),
+        (BLOCKS | {"weight_block_size": [128]}, 1, "expected two sizes"),
+        (compressed(num_bits=4), 1, "weights of 4 bits, type=float"),
+        ({"quant_method": "compressed-tensors"}, 1, "weights of None bits"),
     ],
 )
-def test_other_quantizations_are_refused(given, words):
+def test_scales_and_quantizations_that_do_not_fit_are_refused(settings, scale, words):
     with pytest.raises(UserError, match=words):
-        Fp8Weights.of_config({"quantization_config": given})
+        widened(settings, "weight_scale", scale)

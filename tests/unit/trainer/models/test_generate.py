@@ -94,31 +94,15 @@ def test_prompt_longer_than_the_context_keeps_its_end():
 
 def test_a_cache_is_no_longer_than_the_text_whatever_the_context():
     """A configuration from somebody else may name any context."""
-    small = LlamaSpec(
-        vocab_size=50, context=64, n_layer=1, n_head=2, n_kv_head=1, d_model=16
-    )
+    sizes = {"vocab_size": 50, "n_layer": 1, "n_head": 2, "n_kv_head": 1, "d_model": 16}
     texts = []
-    for spec in (small, dataclasses.replace(small, context=2**40)):
+    for context in (64, 2**40):
+        spec = LlamaSpec(**sizes, context=context)
         model = llama(spec)
-        params = model.init(jax.random.key(0))
         generate = Generator(model.bind, spec)
+        params = model.init(jax.random.key(0))
         texts.append(generate(params, [1, 2], max_new_tokens=20))
     assert texts[0] == texts[1]
-
-
-def test_compiles_once_whatever_the_arguments():
-    generate, _, params = make()
-    generate(params, PROMPT, max_new_tokens=3)
-    generate(
-        params,
-        PROMPT + PROMPT,
-        max_new_tokens=30,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.5,
-        seed=9,
-    )
-    assert generate._prefill._cache_size() == generate._sample._cache_size() == 1
 
 
 def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
@@ -137,13 +121,11 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
 @pytest.mark.parametrize(
     ("choice", "kept"),
     [
+        ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 2}, {1, 3}),
-        ({"top_k": 1}, {1}),
-        ({"top_k": 0}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.35}, {1}),
         ({"top_p": 0.65}, {1, 3}),
         ({"top_p": 0.75}, {1, 3, 4}),
-        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
         # Among {0.4, 0.3} the likeliest has 4/7 = 0.571.
         ({"top_k": 2, "top_p": 0.56}, {1}),
         ({"top_k": 2, "top_p": 0.6}, {1, 3}),
@@ -177,9 +159,7 @@ def test_frequencies_are_the_tempered_probabilities():
 def test_wrong_numbers_are_named(arguments, message):
     generate, _, params = make()
     with pytest.raises(UserError, match=message):
-        generate(
-            **{"params": params, "prompt": PROMPT, "max_new_tokens": 1, **arguments}
-        )
+        generate(params, **{"prompt": PROMPT, "max_new_tokens": 1, **arguments})
 
 
 def test_a_stop_between_two_windows_ends_a_long_text():
