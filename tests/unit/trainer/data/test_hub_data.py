@@ -5,7 +5,6 @@ import io
 import os
 import socket
 import zipfile
-from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -14,7 +13,6 @@ from corpora import documents_of, prepared, read, rows, write
 
 from trainer.data import HubSource
 from trainer.data.corpus import open_corpus
-from trainer.data.hub_data import check_tables, read_csv_strictly
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
@@ -298,15 +296,6 @@ def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(
     assert module.ujson_loads is loads
     monkeypatch.delattr(module, "ujson_loads")
     refused(tmp_path, r"reads json in a way .* datasets==5\.2\.0")
-
-
-@pytest.mark.parametrize(
-    ("name", "check"), [("csv", read_csv_strictly), ("parquet", check_tables)]
-)
-def test_a_version_of_datasets_that_casts_otherwise_is_refused(name, check):
-    with pytest.raises(UserError, match=rf"reads {name} in a way .* datasets==5\.2\.0"):
-        check(SimpleNamespace(name=name), "text")
-    check_tables(SimpleNamespace(name="webdataset"), "text")  # casts nothing
 
 
 def saved_to_disk(folder, texts=TEXTS, **settings):

@@ -99,13 +99,6 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
     )
 
 
-def test_each_block_has_an_order_of_its_own():
-    source, _ = StageSampler([MixtureStage(0, (0.5, 0.5))], 16, 0).assign(
-        np.arange(512)
-    )
-    assert (source[:256] != source[256:]).any()
-
-
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     sampler = StageSampler(stages, 8, 0)

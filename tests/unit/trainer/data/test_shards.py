@@ -193,14 +193,6 @@ def test_altered_tokenizer_files_are_found(directory):
         Manifest.load(directory).get_tokenizer()
 
 
-def test_shards_are_memory_mapped_and_cannot_be_written(directory):
-    shard = Manifest.load(directory).open("train")[0]
-    assert isinstance(shard, np.memmap)
-    assert shard.dtype == np.dtype("<u2")
-    with pytest.raises(ValueError, match="read-only"):
-        shard[0] = 1
-
-
 @pytest.mark.parametrize("change", ["truncated", "overwritten", "removed"])
 def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(
     directory, change

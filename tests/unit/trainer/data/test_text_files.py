@@ -544,13 +544,3 @@ def test_of_few_files_the_end_is_the_validation_part(count, tmp_path):
         manifest = prepared(TextSource((f"{tmp_path}/{name}",)), tmp_path / "cache")
         assert "".join(documents_of(manifest, "train")) == joined[:cut]
         assert "".join(documents_of(manifest, "val")) == joined[cut:]
-
-
-@pytest.mark.parametrize(
-    ("given", "name"), [("books/", "books"), ("books/**/*.txt", "deep")]
-)
-def test_prepared_data_are_called_by_the_directory_that_was_given(
-    tmp_path, given, name
-):
-    write(tmp_path / "books/deep", {"a.txt": "words " * 50, "b.txt": "words " * 50})
-    assert open_corpus(TextSource((f"{tmp_path}/{given}",)), tmp_path).name == name

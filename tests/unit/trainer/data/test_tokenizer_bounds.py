@@ -105,17 +105,6 @@ def test_normalizers_that_multiply_a_text_are_refused(tmp_path, parts):
         get_tokenizer(save(tmp_path, normalizer=normalizers.Sequence(parts)))
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")],
-        [normalizers.NFC()],
-    ],
-)
-def test_normalizers_of_known_tokenizers_are_accepted(tmp_path, parts):
-    get_tokenizer(save(tmp_path, normalizer=normalizers.Sequence(parts)))
-
-
 # the longest of Unicode's own forms, that of U+FDFA
 LONGEST = "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647"
 LONGEST += " \u0648\u0633\u0644\u0645"

@@ -184,25 +184,3 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(
     # not the same column for all
     assert len(np.unique(new[0][..., 0, :3])) == new[0][..., 0, :3].size
     jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-@scanned_or_not
-def test_each_linear_layer_asks_for_its_dot_general_by_path_and_has_its_sizes(
-    spec, scan_layers
-):
-    used = {}
-
-    def choose(path):
-        def dot_general(x, kernel, *args, **kwargs):
-            used[path] = kernel.shape
-            return jax.lax.dot_general(x, kernel, *args, **kwargs)
-
-        return dot_general
-
-    spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=scan_layers)
-    init, bind, *_ = functional(spec, dot_general_for=choose)
-    params = jax.eval_shape(init, jax.random.key(0))
-    jax.eval_shape(lambda p: bind(p).hidden(TOKENS[:, :16]), params)
-    assert used == family_of(spec).linear_sizes(spec)
-    first = "h.*.attn." if scan_layers else "h.0.attn."
-    assert next(iter(used)).startswith(first)

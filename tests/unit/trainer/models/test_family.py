@@ -2,14 +2,12 @@
 there."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from trainer.config.inherited import inherit, needs_architecture
+from trainer.config.inherited import inherit
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
@@ -33,40 +31,6 @@ FAMILIES = {
 @pytest.fixture(params=SPECS)
 def spec(request):
     return FAMILIES[request.param]
-
-
-def test_a_family_is_found_by_its_name(spec):
-    family = family_of(spec)
-    assert SPECS[family.name] is type(spec)
-    assert architecture(spec)["family"] == family.name
-    assert set(spec.architecture()) == set(spec.checkpoint_fields())
-    assert json.loads(json.dumps(spec.architecture())) == spec.architecture()
-
-
-def test_every_part_has_its_place_in_the_order_of_rows(spec):
-    model = family_of(spec).build(spec)
-    bound = nnx.eval_shape(lambda: model.bind(model.init(jax.random.key(0))))
-    probed = [
-        path
-        for path, module in nnx.iter_modules(bound)
-        if getattr(module, "probes", ())
-    ]
-    assert len(probed) > 2 * spec.n_layer
-    words = {word for path in probed for word in path if isinstance(word, str)}
-    assert words <= set(family_of(spec).parts)
-
-
-def test_sizes_are_inherited_from_weights_of_any_family(spec, tmp_path):
-    huggingface.save(
-        tmp_path, spec, family_of(spec).build(spec).init(jax.random.key(0))
-    )
-    model = {"name": "from_init", "family": family_of(spec).name} | dict.fromkeys(
-        spec.checkpoint_fields()
-    )
-    assert needs_architecture(model)
-    filled = inherit(model, str(tmp_path))
-    assert not needs_architecture(filled)
-    assert (filled["n_layer"], filled["d_model"], filled["n_head"]) == (2, 16, 2)
 
 
 def test_weights_of_another_family_are_refused_in_a_line(spec):

@@ -12,7 +12,7 @@ from trainer.models.fp8_checkpoints import Fp8Weights
 NAME = "model.layers.0.self_attn.q_proj."
 SHAPE = (24, 40)
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
-BLOCK = {"strategy": "block", "block_structure": [16, 16]}
+BLOCK = {"strategy": "block", "block_structure": [16, 8]}
 
 
 def compressed(**weights):
@@ -21,7 +21,7 @@ def compressed(**weights):
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 8]}
 TENSOR = {"quant_method": "fp8", "weight_block_size": None}
 
 

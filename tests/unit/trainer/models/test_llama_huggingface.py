@@ -12,7 +12,6 @@ from family_files import (
     DATA,
     WEIGHTS,
     check_same,
-    config_of,
     copied,
     tensors_of,
 )
@@ -21,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.llama.huggingface import load_llama, save_llama
-from trainer.models.llama.spec import RopeScaling
 from trainer.models.registry import family_of
 from trainer.models.weight_files import read_tensors
 
@@ -86,20 +84,6 @@ def test_files_beside_those_of_the_index_are_not_read(parts):
 def test_one_file_is_read_with_the_config_beside_it():
     file = DATA / "llama" / WEIGHTS
     assert load_llama(file)[0] == load_llama(DATA / "llama")[0]
-
-
-def test_configurations_of_any_age_say_the_same(tmp_path):
-    """`rope_parameters` is what transformers 5 writes, `type` what files before version
-    4.43 have."""
-    rope = config_of("llama_llama3")["rope_parameters"]
-    scaling = {key: x for key, x in rope.items() if key != "rope_theta"}
-    spec, _ = load_llama(DATA / "llama_llama3")
-    assert spec.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
-    for name in ("rope_type", "type"):
-        old = {name if key == "rope_type" else key: x for key, x in scaling.items()}
-        config = {"rope_parameters": "absent", "rope_scaling": old, "rope_theta": 5e5}
-        loaded, _ = load_llama(copied(tmp_path, "llama_llama3", config))
-        assert loaded == dataclasses.replace(spec, rope_theta=5e5)
 
 
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):

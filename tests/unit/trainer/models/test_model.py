@@ -7,16 +7,10 @@ import numpy as np
 from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled
 
-from trainer.models.flops import param_count
 from trainer.models.gpt2 import block as gpt2_block
 from trainer.models.gpt2 import model
 from trainer.models.gpt2.model import dropout, functional
-from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
-
-
-def test_swiglu_has_as_many_parameters_as_gelu_up_to_rounding():
-    gelu, swiglu = (param_count(GPT2Spec(50257, mlp=mlp)) for mlp in ("gelu", "swiglu"))
-    assert abs(swiglu / gelu - 1) < 0.001
+from trainer.models.gpt2.spec import linear_sizes
 
 
 def test_every_value_gain_is_the_same_function_of_the_same_parameters():

@@ -63,6 +63,7 @@ def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
         given |= load_file(file)
     assert written.keys() == given.keys()
     for key, tensor in given.items():
+        assert written[key].dtype == tensor.dtype
         np.testing.assert_array_equal(written[key], tensor)
     assert huggingface.family_at(tmp_path / "out") is family_of(spec)
     other = SPECS["gpt2" if name != "gpt2" else "llama"](vocab_size=61)

@@ -20,6 +20,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+AGED = {"rope_parameters": "absent", "rope_theta": 1e4}
 
 
 def only_head(tensors):
@@ -153,6 +154,9 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
         ("llama", {"pretraining_tp": 2, "attention_dropout": 0.1}),
         ("qwen3", {"dtype": "absent", "torch_dtype": "bfloat16"}),
         ("llama_llama3", {"rope_scaling": LLAMA3}),
+        ("llama_llama3", AGED | {"rope_scaling": LLAMA3}),
+        # as before transformers 4.43
+        ("llama_llama3", AGED | {"rope_scaling": LLAMA3 | {"type": "llama3"}}),
         ("llama_llama3", {"rope_scaling": LLAMA3 | {"rope_theta": 1e4}}),
     ],
 )
