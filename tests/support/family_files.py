@@ -1,23 +1,17 @@
-"""Models of `tests/data/families`, whose logits are transformers', with other files;
-and the specs of the presets."""
+"""Models of `tests/data/families`, whose logits are transformers', with other files."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
-from trainer.config.composition import CONFIGS
-from trainer.config.fields import from_tree
 from trainer.config.inherited import inherit
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models import huggingface
-from trainer.models.registry import SPECS
 
 DATA = Path(__file__).parents[1] / "data" / "families"
 WEIGHTS = "model.safetensors"
@@ -65,17 +59,3 @@ def check_refused(directory, message):
         read(directory)
     assert "\n" not in str(error.value)
     assert "damaged" not in str(error.value)
-
-
-def preset(name, **settings):
-    """Return the spec that a file of `trainer/configs/model` describes."""
-    own = OmegaConf.load(Path(CONFIGS, "model", f"{name}.yaml"))
-    base = own.pop("defaults")[0].removeprefix("/").removesuffix("@_here_")
-    tree = OmegaConf.load(Path(CONFIGS, f"{base}.yaml"))
-    if tree.pop("defaults", None):
-        tree = OmegaConf.merge(OmegaConf.load(Path(CONFIGS, "base/llama.yaml")), tree)
-    keys = OmegaConf.to_container(OmegaConf.merge(tree, own)) | settings
-    assert keys["name"] == name
-    cls = SPECS[keys["family"]]
-    names = {field.name for field in dataclasses.fields(cls)}
-    return from_tree(cls, {key: value for key, value in keys.items() if key in names})

@@ -2,7 +2,6 @@
 elsewhere it is left alone."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
@@ -11,21 +10,17 @@ from trainer.bounds import (
     BELOW_1,
     POWER_OF_TWO,
     UP_TO_1,
-    Natural,
     OneOf,
     Positive,
-    annotations,
     at_least,
     at_most,
     check,
-    check_fields,
     more_than,
 )
 from trainer.errors import UserError
 
 CASES = [
     (Positive, (1, 7), (0, -1), "at least 1"),
-    (Natural, (0, 7), (-1,), "at least 0"),
     (Annotated[float, at_least(0)], (0.0, 1e30), (-1e-9, math.nan), "at least 0"),
     (Annotated[float, at_least(0)], (0.0,), (math.inf,), "a finite number"),
     (Annotated[int, at_least(2), at_most(3)], (2, 3), (4,), "at most 3"),
@@ -76,19 +71,3 @@ def test_a_value_that_is_no_choice_is_answered_with_the_nearest_one(hint):
         ),
     ):
         check(hint, "gelo", "model.mlp")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    layers: Positive
-    width: Positive | None = None
-
-    def __post_init__(self):
-        check_fields(self, "model.")
-
-
-def test_a_dataclass_made_in_a_program_is_held_to_its_bounds_too():
-    assert list(annotations(Sizes)) == ["layers", "width"]
-    assert Sizes(1) == Sizes(1, None)
-    with pytest.raises(UserError, match=r"model\.width=0: expected at least 1"):
-        Sizes(1, 0)

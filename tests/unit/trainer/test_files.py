@@ -3,7 +3,6 @@ there stays there."""
 
 import errno
 import os
-from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from trainer.files import (
     read_file,
     read_mapping,
     refuse_links,
-    remove_partial,
     write_atomically,
 )
 
@@ -63,21 +61,6 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("a", "old")
     ]
-
-
-def test_what_a_killed_writer_left_is_removed(tmp_path):
-    (tmp_path / ".0123.partial").touch()
-    (tmp_path / "config.yaml").touch()
-    remove_partial(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_a_file_to_append_to_is_no_link(tmp_path):
-    (tmp_path / "log").symlink_to("elsewhere")
-    with pytest.raises(OSError, match="log") as error:
-        FileIO(tmp_path / "log", "ab", opener=no_follow)
-    assert error.value.errno == errno.ELOOP
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_links_and_pipes_where_a_run_writes_are_refused(tmp_path):

@@ -174,9 +174,7 @@ def merge_otherwise(tree):
         lambda t: t["model"]["merges"].reverse(),
         # tiktoken would lose what a pattern leaves between its matches
         lambda t: split_by(t, r"\d"),
-        lambda t: split_by(t, r"[\x00-\x7f]+"),
         lambda t: split_by(t, r"\s+", behavior="Removed"),
-        lambda t: split_by(t, r"\s", behavior="MergedWithPrevious"),
         lambda t: t.update(pre_tokenizer=t["pre_tokenizer"]["pretokenizers"][-1]),
         # tiktoken merges all that makes a token
         lambda t: t["model"]["vocab"].update({"\u00cc\u0123": 60000}),

@@ -406,17 +406,6 @@ def test_a_name_that_is_no_data_set(tmp_path, monkeypatch, name, settings, messa
         read(HubSource(name, **settings), tmp_path / "cache")
 
 
-def test_a_name_that_the_hub_does_not_have(tmp_path, monkeypatch):
-    def answer(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist")
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", answer)
-    with pytest.raises(
-        UserError, match="no data set 'a/b' on the hub, or it needs a l"
-    ):
-        read(HubSource("a/b"), tmp_path / "cache")
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_max_documents_and_max_tokens_end_a_set(tmp_path, streaming):
     texts = [f"document {i}" for i in range(90)]

@@ -87,6 +87,13 @@ def test_a_split_shorter_than_one_window_is_an_error_that_says_how_much_it_needs
         Loader(directory, "val", context=loader.tokens, batch_size=1)
 
 
+def test_a_split_of_fewer_windows_than_the_batch_repeats_them(directory):
+    few = Loader(directory, "val", context=4_000, batch_size=999, shuffle=False)
+    assert few.steps_per_epoch == 1
+    rows = few.batch(0).tokens
+    assert np.array_equal(rows[: few.windows], rows[few.windows : 2 * few.windows])
+
+
 def test_no_window_counts_twice_in_a_validation(directory):
     tokens = Loader(directory, "val", context=8, batch_size=1).tokens
     settings = {"seed": 0, "context": (tokens - 1) // 5, "batch_size": 16}

@@ -31,13 +31,6 @@ def test_huge_domains_stay_inside_and_do_not_collide(n, data):
     assert np.all((actual >= 0) & (actual < n))
 
 
-def test_epochs_and_seeds_differ():
-    shuffles = [
-        tuple(epoch_of(seed, epoch, 64)) for seed in range(8) for epoch in range(8)
-    ]
-    assert len(set(shuffles)) == 64
-
-
 @pytest.mark.parametrize("n", [5, 16, 37])
 def test_a_window_may_come_at_any_place_of_the_epoch(n):
     # Counts of (place, window) over E epochs are near E/n: chi square of n(n-1) cells

@@ -139,27 +139,6 @@ def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
     assert len({first, *others}) == 4
 
 
-def test_the_number_of_threads_changes_nothing(jsonl, tmp_path):
-    source = TextSource((str(jsonl),))
-    one, three = (
-        prepare(source, "byte", tmp_path / str(n), workers=n, shard_bytes=50_000)
-        for n in (1, 3)
-    )
-    assert content(one) == content(three)
-
-
-def test_progress_counts_what_is_done(jsonl, tmp_path):
-    seen = []
-    manifest = prepared(TextSource((str(jsonl),)), tmp_path, progress=seen.append)
-    counts = [p.documents for p in seen]
-    assert counts == sorted(counts)
-    parts = manifest.splits.values()
-    assert counts[-1] == sum(split.documents for split in parts)
-    assert seen[-1].tokens == sum(split.tokens for split in parts)
-    prepare(EmbeddedSource(), "byte", tmp_path, progress=seen.append)
-    assert seen[-1].fraction == 1.0
-
-
 PREPARE = """
 import sys, time
 from pathlib import Path

@@ -49,6 +49,9 @@ ONE_OBJECT = {"id": 1, "text": "one"}
 SPANS = {"spans": [{"text": "Anna"}]}
 META = pa.StructArray.from_arrays([pa.array(["x"] * 4)], names=["text"])
 TWO, FIRST = {"max_documents": 2}, {"max_documents": 1000}
+NULLS = pa.array(["one", "two", None, "four"])
+MIXED = {f"{i:02}.txt": text for i, text in enumerate(MANY[:20])}
+MIXED |= {"a.jsonl": rows(MANY[20:40]), "b/a.parquet": MANY[40:], ".DS_Store": b"\0"}
 READ = {
     "a list": ({"a.json": json.dumps(OBJECTS)}, TEXTS),
     "behind blank lines": ({"a.json": "\n\n" + json.dumps(OBJECTS, indent=1)}, TEXTS),
@@ -113,6 +116,17 @@ READ = {
         ["Bücher\n"],
     ),
     "zeros behind gzip": ({"a.txt.gz": gzip.compress(b"text") + bytes(999)}, ["text"]),
+    **{
+        str(kind): ({"a.parquet": pa.table({"text": NULLS.cast(kind)})}, TEXTS)
+        for kind in (
+            pa.large_string(),
+            pa.string_view(),
+            pa.dictionary(pa.int32(), pa.string()),
+        )
+    },
+    "formats": (MIXED, MANY),
+    "some of formats": (MIXED, MANY[:47], {"max_documents": 47}),
+    "some of one format": (MIXED, MANY[:20], {"max_documents": 20}),
     "shards of two splits": (
         {f"{name}-00000-of-00001.parquet": TEXTS for name in ("train", "test")},
         [*TEXTS, *TEXTS],
@@ -401,36 +415,6 @@ def test_a_file_that_links_reach_twice_counts_once_and_is_said(tmp_path, capsys)
     ):
         assert expand(tuple(map(str, paths))) == [folder / expected]
         assert re.search(line, capsys.readouterr().err)
-
-
-def test_a_directory_of_mixed_files_is_read_whole_each_by_its_name(
-    tmp_path, monkeypatch
-):
-    files = {f"{i:02}.txt": text for i, text in enumerate(MANY[:20])}
-    table = pa.table({"n": [0] * 20, "text": MANY[40:]})
-    files |= {"05b.jsonl": rows(MANY[20:40]), "deeper/rest.parquet": table}
-    write(tmp_path / "home/mine", files)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    manifest = prepared(TextSource(("~/mine",)), tmp_path / "cache")
-    assert sorted(documents_of(manifest)) == sorted(MANY)
-    assert manifest.splits["val"].documents > 0
-    monkeypatch.setattr(corpus, "DOCUMENTS_PER_READ", 7)
-    monkeypatch.setattr(corpus, "FILES_PER_READ", 6)
-    for most in (20, 47):
-        source = TextSource(("~/mine",), max_documents=most)
-        parts = check_positions(open_corpus(source, tmp_path))
-        assert sum(len(part.texts) for part in parts) == most
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
-    ids=str,
-)
-def test_parquet_text_of_any_type(tmp_path, kind):
-    text = pa.array([*TEXTS[:2], None, TEXTS[3]], pa.string()).cast(kind)
-    folder = write(tmp_path / "texts", {"a.parquet": pa.table({"text": text})})
-    assert read(tmp_path, folder) == TEXTS
 
 
 @pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])

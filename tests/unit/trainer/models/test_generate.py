@@ -18,78 +18,51 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 @functools.cache
-def make(spec=SPEC, sharpness=20.0):
+def make(spec=SPEC):
     """Random weights hardly tell tokens apart; larger kernels make the likeliest one
     depend on those before it."""
     init, bind, *_ = functional(spec)
     params = init(jax.random.key(1))
-    params["h"] = jax.tree.map(lambda p: p * sharpness, params["h"])
-    return Generator(bind, spec), bind, params
+    params["h"] = jax.tree.map(lambda p: p * 20.0, params["h"])
+    return Generator(bind, spec), params
 
 
-def likeliest(bind, params):
-    """From some ids to the likeliest next one, without a cache. One program: causal, so
-    padding is free."""
-    logits = jax.jit(lambda ids_T, n: bind(params)(ids_T[None])[0, n - 1].argmax())
-    return lambda ids: int(logits(np.pad(ids, (0, SPEC.context - len(ids))), len(ids)))
+def likeliest(generate, params, prompt, count=1):
+    return generate(params, prompt, max_new_tokens=count, temperature=0)
 
 
-# Unrolled layers decode as one pass in test_every_model.py.
-def test_cache_equals_no_cache():
-    generate, bind, params = make(dataclasses.replace(SPEC, scan_layers=True))
-    got = generate(params, PROMPT, max_new_tokens=12, temperature=0)
-    after, ids = likeliest(bind, params), list(PROMPT)
-    for _ in got:
-        ids.append(after(ids))
-    assert got == ids[len(PROMPT) :]
-    assert len(set(got)) > 5
-
-
-def test_a_text_follows_its_seed_and_begins_with_the_shorter_one():
-    generate, _, params = make(sharpness=1.0)
-    first, second, other = (
-        generate(params, PROMPT, max_new_tokens=30, seed=seed) for seed in (0, 0, 1)
-    )
-    assert first == second != other
-    assert first[:9] == generate(params, PROMPT, max_new_tokens=9)
+# test_transformers_families.py compares the cache with one pass.
+def test_tokens_are_those_of_the_prompt_and_the_tokens_before_them():
+    generate, params = make(dataclasses.replace(SPEC, scan_layers=True))
+    tokens, ids = likeliest(generate, params, PROMPT, 12), list(PROMPT)
+    for _ in tokens:
+        ids += likeliest(generate, params, ids[-16:])
+    assert tokens == ids[len(PROMPT) :]
+    assert len(set(tokens)) > 5
 
 
 def test_past_the_context_the_later_half_is_read_again():
-    generate, bind, params = make()
-    ids = PROMPT + generate(params, PROMPT, max_new_tokens=20, temperature=0)
-    after = likeliest(bind, params)
+    generate, params = make()
+    ids = PROMPT + likeliest(generate, params, PROMPT, 20)
     # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last
     # 8 of them.
-    assert [ids[16], ids[17], ids[18]] == [
-        after(ids[:16]),
-        after(ids[9:17]),
-        after(ids[9:18]),
-    ]
+    for before, i in ((0, 16), (9, 17), (9, 18)):
+        assert likeliest(generate, params, ids[before:i]) == [ids[i]]
 
 
 def test_every_token_has_a_key_of_its_own_also_past_the_context():
-    generate, _, params = make()
+    generate, params = make()
     indifferent = jax.tree.map(jnp.zeros_like, params)
-    key = jax.random.key(5)
-    one = lambda i: sample(
-        jnp.zeros(50),
-        jax.random.fold_in(key, i),
-        jnp.float32(1),
-        jnp.int32(0),
-        jnp.float32(1),
-    )
-    assert (
-        generate(indifferent, PROMPT, max_new_tokens=30, seed=5)
-        == jax.vmap(one)(jnp.arange(30)).tolist()
-    )
+    ids = generate(indifferent, PROMPT, max_new_tokens=30, seed=5)
+    keys = [jax.random.fold_in(jax.random.key(5), i) for i in range(30)]
+    assert ids == drawn(jnp.zeros(50), jnp.stack(keys)).tolist()
 
 
 def test_prompt_longer_than_the_context_keeps_its_end():
-    generate, _, params = make()
+    generate, params = make()
     long = [i % 50 for i in range(40)]
-    assert generate(params, long, max_new_tokens=3, temperature=0) == generate(
-        params, long[-16:], max_new_tokens=3, temperature=0
-    )
+    texts = [likeliest(generate, params, ids, 3) for ids in (long, long[-16:])]
+    assert texts[0] == texts[1]
 
 
 def test_a_cache_is_no_longer_than_the_text_whatever_the_context():
@@ -105,14 +78,13 @@ def test_a_cache_is_no_longer_than_the_text_whatever_the_context():
     assert texts[0] == texts[1]
 
 
-def drawn(logits, count=400, temperature=1.0, top_k=0, top_p=1.0):
-    keys = jax.random.split(jax.random.key(0), count)
-    draw = jax.vmap(
-        lambda key: sample(
-            logits, key, jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
-        )
-    )
-    return np.asarray(draw(keys))
+def drawn(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
+    controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
+    return np.asarray(jax.vmap(lambda key: sample(logits, key, *controls))(keys))
+
+
+def keys(count):
+    return jax.random.split(jax.random.key(0), count)
 
 
 LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
@@ -133,13 +105,13 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
     ],
 )
 def test_the_likeliest_are_kept(choice, kept):
-    assert set(drawn(LOGITS, **choice)) == kept
+    assert set(drawn(LOGITS, keys(400), **choice)) == kept
 
 
 def test_frequencies_are_the_tempered_probabilities():
     p = np.array([0.1, 0.4, 0.05, 0.3, 0.15]) ** 2
     p /= p.sum()
-    counts = np.bincount(drawn(LOGITS, count=4000, temperature=0.5), minlength=5)
+    counts = np.bincount(drawn(LOGITS, keys(4000), temperature=0.5), minlength=5)
     # Five standard deviations of a binomial count.
     assert np.all(np.abs(counts - 4000 * p) < 5 * np.sqrt(4000 * p * (1 - p)))
 
@@ -157,13 +129,13 @@ def test_frequencies_are_the_tempered_probabilities():
     ],
 )
 def test_wrong_numbers_are_named(arguments, message):
-    generate, _, params = make()
+    generate, params = make()
     with pytest.raises(UserError, match=message):
         generate(params, **{"prompt": PROMPT, "max_new_tokens": 1, **arguments})
 
 
 def test_a_stop_between_two_windows_ends_a_long_text():
-    generate, _, params = make()
+    generate, params = make()
     windows = []
 
     def before_window():

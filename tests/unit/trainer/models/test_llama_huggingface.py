@@ -3,8 +3,8 @@
 `test_transformers_families.py` has the logits and exports of all variants.
 """
 
-import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.llama.huggingface import load_llama, save_llama
-from trainer.models.registry import family_of
 from trainer.models.weight_files import read_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -34,51 +33,32 @@ def same(actual, expected):
 
 
 @pytest.fixture
-def parts(tmp_path):
-    """A Llama in two files with an index."""
-    directory, weights = copied(tmp_path / "parts", "llama"), tensors_of("llama")
-    (directory / WEIGHTS).unlink()
-    files = {name: f"part{i % 2}.safetensors" for i, name in enumerate(weights)}
-    for file in set(files.values()):
-        part = {name: x for name, x in weights.items() if files[name] == file}
-        save_file(part, directory / file)
-    (directory / INDEX).write_text(json.dumps({"weight_map": files}))
-    return directory
+def shards(tmp_path):
+    """A Qwen3 in two files with an index."""
+    return shutil.copytree(DATA / "qwen3_sharded_bf16", tmp_path / "shards")
 
 
-def test_scanned_layers_of_a_smoothed_mlp_export_the_same_tensors(tmp_path):
-    spec, params = load_llama(DATA / "llama")
-    ours = dataclasses.replace(spec, scan_layers=True, mlp="smooth_swiglu")
-    stacked = family_of(spec).stack_layers(params)
-    (file,) = huggingface.save(tmp_path / "out", ours, stacked, eot=7)
-    same(load_file(file), tensors_of("llama"))
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["eos_token_id"], written["torch_dtype"]) == (7, "float32")
-
-
-def test_several_files_with_an_index_in_and_out(parts, tmp_path):
-    weights = tensors_of("llama")
-    spec, params = load_llama(parts)
-    out = tmp_path / "out"
-    files = save_llama(out, spec, params, shard_bytes=5_000)
+def test_an_export_of_several_files_has_an_index(tmp_path):
+    weights, out = tensors_of("llama"), tmp_path / "out"
+    files = save_llama(out, *load_llama(DATA / "llama"), shard_bytes=5_000)
     # A table has 4,288 bytes, so that more than one file is needed, and none has more
     # than asked for.
     names = [f"model-{i + 1:05}-of-{len(files):05}" for i in range(len(files))]
     assert [file.stem for file in files] == names
     assert len(files) > 3
-    for file in files:
-        assert sum(x.nbytes for x in load_file(file).values()) <= 5_000
+    sizes = [sum(x.nbytes for x in load_file(file).values()) for file in files]
+    assert max(sizes) <= 5_000
     same(read_tensors(out), weights)
     index = json.loads((out / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in weights.values())
+    assert index["metadata"]["total_size"] == sum(sizes)
     for name, file in index["weight_map"].items():
         assert name in load_file(out / file)
 
 
-def test_files_beside_those_of_the_index_are_not_read(parts):
+def test_files_beside_those_of_the_index_are_not_read(shards):
     norm = {"model.norm.weight": np.zeros(16, np.float32)}
-    save_file(norm, parts / "consolidated.safetensors")
-    check_same("llama", parts)
+    save_file(norm, shards / "consolidated.safetensors")
+    check_same("qwen3_sharded_bf16", shards)
 
 
 def test_one_file_is_read_with_the_config_beside_it():
@@ -100,26 +80,30 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(tmp_path):
     assert (spec.rope_theta, spec.norm_eps) == (1e4, 1e-6)
 
 
-def test_absent_and_damaged_files_are_named(tmp_path, parts):
-    def refused(message, directory=parts):
+def test_absent_and_damaged_files_are_named(tmp_path, shards):
+    def refused(message):
         with pytest.raises(UserError, match=message):
-            load_llama(directory)
+            huggingface.load(shards, None)
 
-    refused(r"config\.json does not exist, and no tensor tells the number of", tmp_path)
-    (parts / "part1.safetensors").unlink()
-    refused(r"part1\.safetensors is missing \(1 in all\)")
-    save_file({"x": np.zeros(1)}, parts / "part1.safetensors")
-    refused(r"index\.json names tensors that its files do not hold: model.*in all")
-    (parts / INDEX).write_text("{}")
+    message = r"config\.json does not exist, and no tensor tells the number of"
+    with pytest.raises(UserError, match=message):
+        load_llama(tmp_path)
+    second = shards / "model-00002-of-00002.safetensors"
+    second.unlink()
+    refused(r"00002-of-00002\.safetensors is missing \(1 in all\)")
+    save_file({"x": np.zeros(1)}, second)
+    refused(r"index\.json names tensors that its files do not hold: lm_head.*in all")
+    (shards / INDEX).write_text("{}")
     refused(r"index\.json has no weight_map")
-    names = ("../part1.safetensors", "/etc/passwd", "sub/part1.safetensors")
-    for name in (*names, 3, "config.json"):
-        (parts / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
-        refused(
-            r"weight_map names .*; expected safetensors files of the same directory"
-        )
-    (parts / "config.json").write_text("[]")
-    refused(r"config\.json is not a JSON object, but list")
+    for name in (
+        f"../{second.name}",
+        "/etc/passwd",
+        f"a/{second.name}",
+        3,
+        "config.json",
+    ):
+        (shards / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+        refused("weight_map names .*; expected safetensors files of the same directory")
 
 
 def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_path):

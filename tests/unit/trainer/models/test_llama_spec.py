@@ -4,38 +4,19 @@ import dataclasses
 
 import pytest
 from small_models import GPT2
+from small_models import LLAMA as SPEC
 
 from trainer.errors import UserError
-from trainer.models.llama.spec import LlamaSpec, RopeScaling
-
-SPEC = LlamaSpec(
-    vocab_size=100, context=16, n_layer=3, n_head=4, n_kv_head=2, d_model=16, tied=True
-)
+from trainer.models.llama.spec import RopeScaling
 
 
 @pytest.mark.parametrize(
     ("spec", "change", "message"),
     [
-        (
-            SPEC,
-            {"n_head": 3, "n_kv_head": 1},
-            "d_model=16 is not a multiple of model.n_h",
-        ),
-        (
-            SPEC,
-            {"n_kv_head": 3},
-            "model.n_head=4 is not a multiple of model.n_kv_head=3",
-        ),
-        (SPEC, {"head_dim": 5}, "head_dim=5: rotary positions turn pairs of channels"),
         (SPEC, {"mlp": "gelu"}, "model.mlp='gelu' is not a choice; did you mean 'swig"),
         (SPEC, {"remat": "dots"}, "remat='dots' is not a choice; Valid: block, checkp"),
         (SPEC, {"align_channels": 65}, "=65: expected at most the MLP's 64"),
         (GPT2, {"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
-        (
-            GPT2,
-            {"mlp": "relu"},
-            r"'relu' is not a choice; did you mean 'gelu'\? Valid:",
-        ),
         (GPT2, {"n_layer": 0}, "model.n_layer=0: expected at least 1"),
         (GPT2, {"align_channels": 2}, "=2, but model.mlp=gelu has one branch"),
         (
@@ -54,8 +35,6 @@ def test_impossible_specs_say_what_is_valid(spec, change, message):
     "change", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_context": 0}]
 )
 def test_an_impossible_scaling_of_positions_says_what_is_valid(change):
-    with pytest.raises(
-        UserError,
-        match="expected numbers above 0, and low_freq_factor below high_freq_factor",
-    ):
+    message = "expected numbers above 0, and low_freq_factor below high_freq_factor"
+    with pytest.raises(UserError, match=message):
         dataclasses.replace(RopeScaling(8.0, 1.0, 4.0, 8192), **change)

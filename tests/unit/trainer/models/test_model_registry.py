@@ -29,20 +29,11 @@ def test_every_size_is_of_a_family_and_every_family_has_one():
 @pytest.mark.parametrize("name", SPECS)
 def test_the_lists_of_families_have_it(name):
     assert family_of_size(PRESETS[name]) == name
-    assert list(PRESETS) == list(SPECS)  # the order of the printed table
     references = (ROOT / "tests/data/families").glob("*/config.json")
-    kinds = {json.loads(file.read_text())["model_type"] for file in references}
-    assert name in kinds
-    base = yaml.safe_load(Path(CONFIGS, "base", f"{name}.yaml").read_text())
-    assert base["family"] == name
+    assert name in {json.loads(file.read_text())["model_type"] for file in references}
     keys = yaml.safe_load(Path(CONFIGS, "model/from_init.yaml").read_text())
     assert keys.keys() >= {field.name for field in dataclasses.fields(SPECS[name])}
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs/models.md").read_text()
     (row,) = re.findall(rf"^\| {name} \|.*\| (.*) \|$", page, re.M)
     sizes = {size for size in SIZES if family_of_size(size) == name}
     assert set(re.findall(r"`(\w+)`", row)) == sizes
-
-
-def test_documents_name_every_size():
-    text = (ROOT / "docs/training.md").read_text()
-    assert [size for size in SIZES if f"`{size}`" not in text] == []

@@ -31,10 +31,8 @@ def test_sparsemax_is_the_projection_to_the_simplex(z):
 
 
 def test_tokens_of_the_same_bytes_are_shared_and_so_are_the_ends_of_documents():
-    new, old = (
-        {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4},
-        {b"the": 0, b"a": 7, b"<|end|>": 2},
-    )
+    new = {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4}
+    old = {b"the": 0, b"a": 7, b"<|end|>": 2}
     shared = Shared.match(new, old, (5, 1))
     assert shared.new.tolist() == [0, 3, 4, 5]
     assert shared.old.tolist() == [7, 0, 2, 1]
@@ -52,36 +50,27 @@ def tables(n_old=40, n_new=30, width=16):
 SHARED = Shared(np.arange(10), np.arange(20, 30))
 
 
-@pytest.mark.parametrize("method", ["focus", "mean", "gaussian", "copy"])
+@pytest.mark.parametrize("method", ["focus", "mean", "gaussian", "copy", "random"])
 def test_shared_tokens_keep_their_rows_and_the_others_are_made_as_named(method):
     old, fresh = tables()
     weights = np.zeros((1, 10), np.float32)
     weights[0, [2, 4]] = 0.25, 0.75
     mixture = RowMixture(np.array([15]), weights) if method == "focus" else None
-    rows = new_rows(method, old, fresh, SHARED, mixture, 0)
-    np.testing.assert_array_equal(rows[:10], old[20:30])
+    rows, again = (new_rows(method, old, fresh, SHARED, mixture, 0) for _ in range(2))
+    np.testing.assert_array_equal(rows, again)
+    shared = fresh[:10] if method == "random" else old[20:30]
+    np.testing.assert_array_equal(rows[:10], shared)
     others = rows[16:]
-    if method == "copy":
+    if method in ("copy", "random"):
         np.testing.assert_array_equal(others, fresh[16:])
     elif method == "mean":
-        np.testing.assert_allclose(
-            others, np.tile(old.mean(axis=0), (14, 1)), rtol=1e-6
-        )
+        mean = np.tile(old.mean(axis=0), (14, 1))
+        np.testing.assert_allclose(others, mean, rtol=1e-6)
     else:
         assert abs(others.mean() - 2.0) < 0.2
         assert 0.3 < others.std() < 0.7
     if method == "focus":
         np.testing.assert_allclose(rows[15], 0.25 * old[22] + 0.75 * old[24], rtol=1e-6)
-    np.testing.assert_array_equal(
-        rows, new_rows(method, old, fresh, SHARED, mixture, 0)
-    )
-
-
-def test_random_keeps_none():
-    old, fresh = tables()
-    np.testing.assert_array_equal(
-        new_rows("random", old, fresh, SHARED, None, 0), fresh
-    )
 
 
 def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
@@ -93,11 +82,9 @@ def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
     )
     assert mixture.ids.tolist() == [2, 3, 4]
     np.testing.assert_allclose(mixture.weights, [[0.5, 0.5], [1, 0], [0, 1]], atol=1e-6)
-    nothing = RowMixture.from_vectors(
-        np.zeros_like(vectors), Shared(np.array([0]), np.array([0]))
-    )
-    assert nothing.ids.size == 0
-    assert nothing.weights.shape == (0, 1)
-    # the only shared one was never seen
-    unseen = RowMixture.from_vectors(vectors, Shared(np.array([5]), np.array([0])))
-    assert unseen.ids.size == 0
+    # nothing was seen, or not the only shared one
+    for seen, shared in ((0, 0), (1, 5)):
+        nothing = Shared(np.array([shared]), np.array([0]))
+        mixture = RowMixture.from_vectors(seen * vectors, nothing)
+        assert mixture.ids.size == 0
+        assert mixture.weights.shape == (0, 1)

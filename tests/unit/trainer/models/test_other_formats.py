@@ -65,6 +65,8 @@ def test_other_formats_are_refused_with_what_converts_them(
 ):
     directory = written(tmp_path / "a", name)
     check_refused(directory / name if as_file else directory, message)
+    (directory / "config.json").unlink()
+    check_refused(directory, f"{name} is no safeten")
 
 
 @pytest.mark.parametrize("name", ["mine", "mine (1)", 'it\'s "mine"'])
@@ -75,11 +77,6 @@ def test_the_commands_are_those_of_any_directory(name):
         texts = {x.value for x in ast.walk(ast.parse(code)) if hasattr(x, "value")}
         assert name in texts
         assert {f"{name}-safetensors", f"{name}-merged"} & texts
-
-
-@pytest.mark.parametrize("name", ["model.gguf", "ckpt.pt", "pytorch_model.bin"])
-def test_without_a_config_json_too(tmp_path, name):
-    check_refused(written(tmp_path / "a", name, config=None), f"{name} is no safeten")
 
 
 def test_pickles_beside_safetensors_do_not_count(tmp_path):

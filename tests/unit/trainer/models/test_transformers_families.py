@@ -4,18 +4,18 @@
 """
 
 import dataclasses
-import json
 
-import family_files
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_files import DATA
+from configurations import configured
+from family_files import DATA, config_of
 from safetensors.numpy import load_file
 from small_models import matmul_flops
 
 from trainer.errors import UserError
+from trainer.files import read_object
 from trainer.models import huggingface
 from trainer.models.flops import forward_flops_per_token, param_count
 from trainer.models.registry import SPECS, family_of
@@ -56,22 +56,26 @@ def test_logits_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
+    """Also of scanned layers, and of a smoothed MLP."""
     spec, params = loaded(name)
-    files = huggingface.save(tmp_path / "out", spec, params)
-    written, given = load_file(files[0]), {}
+    mlp = "gelu" if name == "gpt2" else "smooth_swiglu"
+    ours = dataclasses.replace(spec, scan_layers=True, mlp=mlp)
+    stacked = family_of(spec).stack_layers(params)
+    (file,) = huggingface.save(tmp_path, ours, stacked, eot=7)
+    written, given = load_file(file), {}
     for file in (DATA / name).glob("*.safetensors"):
         given |= load_file(file)
     assert written.keys() == given.keys()
     for key, tensor in given.items():
         assert written[key].dtype == tensor.dtype
         np.testing.assert_array_equal(written[key], tensor)
-    assert huggingface.family_at(tmp_path / "out") is family_of(spec)
     other = SPECS["gpt2" if name != "gpt2" else "llama"](vocab_size=61)
-    again, _ = huggingface.load(tmp_path / "out", other)  # what the files say counts
+    again, _ = huggingface.load(tmp_path, other)  # what the files say counts
     assert dataclasses.replace(again, init_std=spec.init_std) == spec
-    ours = json.loads((tmp_path / "out" / "config.json").read_text())
-    theirs = json.loads((DATA / name / "config.json").read_text())
-    assert {k: v for k, v in ours.items() if theirs.get(k, v) != v} == {}
+    config = read_object(tmp_path / "config.json")
+    assert config["eos_token_id"] == 7
+    theirs = config_of(name, bos_token_id=7, eos_token_id=7)
+    assert {k: v for k, v in config.items() if theirs.get(k, v) != v} == {}
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"mistral_window"}))
@@ -115,8 +119,8 @@ def test_olmo2_is_not_split_by_heads():
     ],
 )
 def test_parameter_counts_are_the_published_ones(preset, published):
-    sizes = {"vocab_size": 50257} if preset.startswith("gpt2") else {}
     # tracing many unrolled layers takes seconds
-    for scan in (False, True) if published < 2e8 else (True,):
-        spec = family_files.preset(preset, **sizes, scan_layers=scan)
-        assert param_count(spec) == published
+    for scan in ("false", "true") if published < 2e8 else ("true",):
+        keys = (f"model={preset}", f"model.scan_layers={scan}")
+        model = configured(*keys, "train.batch_tokens=131072").model
+        assert param_count(model.spec(model.vocab_size or 50257)) == published

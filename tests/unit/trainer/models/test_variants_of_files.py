@@ -8,6 +8,7 @@ import pytest
 from family_files import check_refused, check_same, config_of, copied, read
 
 from trainer.errors import UserError
+from trainer.models.llama.rope import rope_of
 from trainer.models.mistral.spec import MistralSpec
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -20,6 +21,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+ORIGINAL = "original_max_position_embeddings"
 AGED = {"rope_parameters": "absent", "rope_theta": 1e4}
 
 
@@ -126,6 +128,12 @@ def test_numbers_of_rotary_positions_that_no_float_holds_are_a_line(tmp_path, ro
         read(copied(tmp_path, "qwen2", {"rope_parameters": rope}))
 
 
+def test_the_context_before_scaling_is_the_models_where_none_is_given():
+    rope = LLAMA3 | {"original_max_position_embeddings": None}
+    _, scaling = rope_of({"max_position_embeddings": 128, "rope_scaling": rope})
+    assert scaling.original_context == 128
+
+
 def test_two_bases_of_rotary_positions_are_refused(tmp_path):
     given = config_of("qwen2")["rope_parameters"]["rope_theta"]
     assert given != 5e5
@@ -153,6 +161,15 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
         ("qwen2", {"tie_word_embeddings": "absent"}),  # false
         ("llama", {"pretraining_tp": 2, "attention_dropout": 0.1}),
         ("qwen3", {"dtype": "absent", "torch_dtype": "bfloat16"}),
+        ("qwen2_yarn", {"rope_parameters": YARN | {"truncate": True}}),
+        # a factor that is null is the ratio of the contexts
+        ("qwen2_yarn", {"rope_parameters": YARN | {"factor": None}}),
+        # the context before scaling may stand at the top, and counts there
+        ("qwen2_yarn", {ORIGINAL: 8, "rope_parameters": YARN | {ORIGINAL: 9}}),
+        ("llama_llama3", {ORIGINAL: 16, "rope_parameters": LLAMA3 | {ORIGINAL: None}}),
+        # the base of a family counts where no other is given
+        ("smollm3", {"rope_parameters": "absent"}),
+        ("smollm3", {"rope_parameters": "absent", "rope_theta": 2e6}),
         ("llama_llama3", {"rope_scaling": LLAMA3}),
         ("llama_llama3", AGED | {"rope_scaling": LLAMA3}),
         # as before transformers 4.43
