@@ -1,4 +1,4 @@
-"""Whatever its files hold, a reader answers with one line or reads them: each is given
+"""A reader reads damaged files or answers with one line: each is given
 300 damaged ones."""
 
 import copy
@@ -137,7 +137,7 @@ def damaged(draw, data):
 
 @pytest.fixture(params=families.quick([30, 300], 30))
 def count(request):
-    """How many damaged files: some in `make test`, all in `make test-all`."""
+    """The number of damaged files: some in `make test`, all in `make test-all`."""
     return request.param
 
 

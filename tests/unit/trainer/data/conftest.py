@@ -63,8 +63,10 @@ def small_dir(gpt2_dir, tmp_path_factory) -> Path:
     merges = (gpt2_dir / "vocab.bpe").read_text(encoding="utf-8").splitlines()[:1001]
     (folder / "vocab.bpe").write_text("\n".join(merges), encoding="utf-8")
     ids = json.loads((gpt2_dir / "encoder.json").read_text(encoding="utf-8"))
-    kept = {token: i for token, i in ids.items() if i < 1256} | {"<|endoftext|>": 1256}
-    (folder / "encoder.json").write_text(json.dumps(kept))
+    small_ids = {token: i for token, i in ids.items() if i < 1256} | {
+        "<|endoftext|>": 1256
+    }
+    (folder / "encoder.json").write_text(json.dumps(small_ids))
     return folder
 
 

@@ -150,9 +150,9 @@ def csv(data, message):
     return {"train.csv": data}, message
 
 
-def fields(name, line, found, expected):
+def fields(name, line, actual, expected):
     """The message of a row with another number of fields than its header."""
-    return FIELDS.format(name, line, found, expected)
+    return FIELDS.format(name, line, actual, expected)
 
 
 SAVES = {f"train-00000-of-0000{i}.parquet": TEXTS for i in "12"}
@@ -355,13 +355,9 @@ def test_a_directory_whose_name_datasets_misreads_is_refused(tmp_path, folder):
 )
 def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, other):
     names = ("train-a.parquet", "train-b.parquet", "test.parquet")
-    folder = write(
-        tmp_path / "set", {name: [f"{name} {i}" for i in "ab"] for name in names}
-    )
-    write(
-        folder,
-        dict.fromkeys(("LICENSE.txt", "card.md", "README", ".gitattributes"), "text"),
-    )
+    documentation = ("LICENSE.txt", "card.md", "README", ".gitattributes")
+    files = dict.fromkeys(names, TEXTS) | dict.fromkeys(documentation, "text")
+    folder = write(tmp_path / "set", files)
     assert read_hub(tmp_path, folder)
     assert "leaves out" not in capsys.readouterr().err
     write(folder, {other: (folder / "test.parquet").read_bytes()})

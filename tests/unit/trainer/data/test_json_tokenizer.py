@@ -95,15 +95,15 @@ def test_ids_are_the_librarys_without_what_it_adds(made):
 
 
 def test_text_that_spells_a_special_token_changes_no_other_text(made):
-    """Also where a model prefers the token, as Unigram does."""
+    """A model such as Unigram may prefer the token."""
     _, ours, _, end = made
     before, after = "And God created the heaven", "and the earth was void"
-    whole = ours.encode(f"{before} {end}{after}")
-    assert ours.eot not in whole
-    assert whole[: len(ours.encode(before))] == ours.encode(before)
+    ids = ours.encode(f"{before} {end}{after}")
+    assert ours.eot not in ids
+    assert ids[: len(ours.encode(before))] == ours.encode(before)
     # `after` is no start of a text, where spaces may be added
     tail = ours.encode(f"x{after}")[len(ours.encode("x")) :]
-    assert whole[-len(tail) :] == tail
+    assert ids[-len(tail) :] == tail
 
 
 def test_text_comes_back_and_ids_without_a_token_are_told(made):

@@ -51,11 +51,11 @@ def test_a_batch_depends_on_seed_and_step_alone_whoever_reads_it(directory):
         assert np.array_equal(second.batch(step).tokens, wanted[step])
     other = Loader(directory, "train", seed=2, **settings)
     assert not np.array_equal(other.batch(0).tokens, wanted[0])
-    whole = first.batch(11)
-    assert whole.tokens.dtype == whole.segments.dtype == np.int32
-    assert whole.tokens.shape == whole.segments.shape == (8, 33)
+    batch = first.batch(11)
+    assert batch.tokens.dtype == batch.segments.dtype == np.int32
+    assert batch.tokens.shape == batch.segments.shape == (8, 33)
     parts = [second.batch(11, slice(i, i + 2)) for i in range(0, 8, 2)]
-    for part, both in zip(zip(*parts, strict=True), whole, strict=True):
+    for part, both in zip(zip(*parts, strict=True), batch, strict=True):
         assert np.array_equal(np.concatenate(part), both)
 
 

@@ -65,8 +65,8 @@ def test_each_source_counts_its_samples_without_a_gap_or_a_repetition(
         most = max(256, int(np.ceil(2 * sum(weights) / min(weights))))
         assert taken.max(initial=0) < len(taken) + most
         for border in borders:
-            before = index[: border * batch_size][source[: border * batch_size] == k]
-            assert sorted(before) == list(range(len(before)))
+            earlier = index[: border * batch_size][source[: border * batch_size] == k]
+            assert sorted(earlier) == list(range(len(earlier)))
     for step in (0, 1, steps // 3, steps):
         np.testing.assert_array_equal(
             sampler.samples_per_source(step),
@@ -101,10 +101,10 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     sampler = StageSampler(stages, 8, 0)
-    before, _ = sampler.assign(np.arange(100 * 8))
+    earlier, _ = sampler.assign(np.arange(100 * 8))
     after, _ = sampler.assign(np.arange(100 * 8, 1100 * 8))
-    assert set(before) == {0, 1, 2}
-    assert (before[:256] != before[256:512]).any()  # each block has an order
+    assert set(earlier) == {0, 1, 2}
+    assert (earlier[:256] != earlier[256:512]).any()  # each block has an order
     assert set(after) == {0, 2}
     assert abs(np.mean(after == 2) - 0.75) < 0.005
 
@@ -256,7 +256,7 @@ def test_each_replica_reads_its_source_in_order_and_no_sample_twice(accum):
             seen[k] += index[source == k].tolist()
     assert seen == [list(range(steps * batch_size // replicas))] * replicas
     np.testing.assert_array_equal(
-        sampler.samples_per_source(steps), [len(of) for of in seen]
+        sampler.samples_per_source(steps), list(map(len, seen))
     )
 
 

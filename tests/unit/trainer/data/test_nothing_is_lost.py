@@ -151,7 +151,7 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("normalizer", [{}, {"normalizer": normalizers.NFC()}])
 def test_the_end_is_read_from_whichever_file_names_it(tmp_path, name, normalizer):
-    """Also of an encoding as GPT-2's, with its end among other tokens."""
+    """An encoding as GPT-2's, may have its end among other tokens."""
     saved(tmp_path, **byte_level(), special=[END, "<b>"], **normalizer)
     assert get_tokenizer(str(tmp_path)).eot == 256
     (tmp_path / name).write_text(json.dumps(NAMES[name]))

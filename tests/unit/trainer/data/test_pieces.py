@@ -36,14 +36,14 @@ TEXT = "".join(
 )
 
 
-OWN = {
+CUSTOM = {
     "two lines": r"[a-z.,;\n]+|[\s\S]",
     "left out": r"[a-z]+|[^\w\s]",
     "k-mers": r"[\s\S]{1,6}",
 }
 
 
-@pytest.fixture(params=["byte", "gpt2", "cl100k_base", *OWN, *KINDS])
+@pytest.fixture(params=["byte", "gpt2", "cl100k_base", *CUSTOM, *KINDS])
 def tokenizer(request, small, tmp_path):
     name = request.param
     if name == "byte":
@@ -52,8 +52,8 @@ def tokenizer(request, small, tmp_path):
     if name in KINDS:
         path = tmp_path / "tokenizer.json"
         KINDS[name][0]().save(str(path))
-    elif name in OWN:
-        write_tiktoken(path, OWN[name], small.tokens)
+    elif name in CUSTOM:
+        write_tiktoken(path, CUSTOM[name], small.tokens)
     else:
         path.write_bytes(tiktoken_file(small.tokens))
     return get_tokenizer(str(path))
@@ -75,8 +75,8 @@ def test_pieces_have_the_ids_of_the_whole_text(
         for split, text in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
             ids = np.concatenate(manifest.open(split)).tolist()
             assert ids == tokenizer.encode(text), (split, piece)
-        said = "encoded at once" in capsys.readouterr().err
-        assert said != tokenizer.line_safe
+        is_noted = "encoded at once" in capsys.readouterr().err
+        assert is_noted != tokenizer.line_safe
 
 
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -99,13 +99,13 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
     wanted = expected(documents, get_tokenizer(name), 0.2)
     for split in ("train", "val"):
         assert tokens(manifest, split).tolist() == wanted[split]
-    kept = [text for text in documents if text]
-    assert manifest.skipped == len(documents) - len(kept) > 0
+    nonempty = [text for text in documents if text]
+    assert manifest.skipped == len(documents) - len(nonempty) > 0
     parts = manifest.splits.values()
-    assert sum(part.documents for part in parts) == len(kept)
-    assert sum(part.bytes for part in parts) == sum(len(x.encode()) for x in kept)
-    share = manifest.splits["val"].documents / len(kept)
-    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / len(kept)) ** 0.5
+    assert sum(part.documents for part in parts) == len(nonempty)
+    assert sum(part.bytes for part in parts) == sum(len(x.encode()) for x in nonempty)
+    share = manifest.splits["val"].documents / len(nonempty)
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / len(nonempty)) ** 0.5
 
 
 def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):
@@ -122,20 +122,19 @@ def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):
 def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
     source, cache = TextSource((str(jsonl),)), tmp_path / "cache"
     first = prepare(source, "byte", cache)
-    content_before = content(first)
+    complete, seen = content(first), []
     copy = tmp_path / "another name.jsonl"
     copy.write_bytes(jsonl.read_bytes())
-    seen = []
-    repeated = prepare(source, "byte", cache, progress=seen.append)
-    assert (repeated, content(repeated), seen) == (first, content_before, [])
+    renamed = TextSource((str(copy),))
+    assert prepare(renamed, "byte", cache, progress=seen.append) == first
+    assert (content(first), seen) == (complete, [])
     bounded = TextSource((str(jsonl),), max_documents=1000)
-    others = [
+    others = {
         prepare(source, "byte", cache, val_fraction=0.2),
         prepare(bounded, "byte", cache),
-    ]
-    with copy.open("a") as file:
-        file.write('{"text": "one more", "id": 0}\n')
-    others.append(prepare(TextSource((str(copy),)), "byte", cache))
+    }
+    copy.write_text(copy.read_text() + '{"text": "one more"}\n')
+    others.add(prepare(renamed, "byte", cache))
     assert len({first, *others}) == 4
 
 
@@ -176,9 +175,9 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
 ):
     monkeypatch.setattr("trainer.data.corpus.PIECE_CHARS", 2_000)
     source, tokenizer = sources["text"], str(small_dir)
-    whole = prepare(source, tokenizer, tmp_path / "whole", shard_bytes=12_000)
+    complete = prepare(source, tokenizer, tmp_path / "complete", shard_bytes=12_000)
     cache = tmp_path / "killed"
-    journal = cache / whole.name / "journal.jsonl"
+    journal = cache / complete.name / "journal.jsonl"
     rng = random.Random(0)
     lengths = [0]
     for _ in range(2):
@@ -195,12 +194,12 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
         process.kill()
         process.wait()
         lengths.append(journal.read_bytes().count(b"\n"))
-    assert 0 < lengths[1] < lengths[2] < len(list(whole.glob("train-*.bin")))
+    assert 0 < lengths[1] < lengths[2] < len(list(complete.glob("train-*.bin")))
     # If the first process had been ignored, these shards would be written again.
     shards = list(journal.parent.glob(f"train-0000[0-{lengths[1] - 1}].bin"))
     times = [path.stat().st_mtime_ns for path in shards]
     continued = prepare(source, tokenizer, cache, shard_bytes=12_000)
-    assert content(continued) == content(whole)
+    assert content(continued) == content(complete)
     assert [path.stat().st_mtime_ns for path in shards] == times
 
 
@@ -225,15 +224,15 @@ def interrupted(tmp_path, monkeypatch):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             write_atomically(path, data)
 
-        def again():
+        def proceed():
             return prepare(source, "byte", tmp_path / "cache", shard_bytes=20_000)
 
         with monkeypatch.context() as patch:
             patch.setattr(preparation, "write_atomically", full)
             message = "No space left on device; make room .* run again to continue"
             with pytest.raises(UserError, match=message):
-                again()
-        return again
+                proceed()
+        return proceed
 
     return interrupt
 
@@ -242,9 +241,9 @@ def interrupted(tmp_path, monkeypatch):
 def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     kind, sources, tmp_path, monkeypatch, interrupted
 ):
-    """Of the hub, also: a limit of tokens counts those before the interruption."""
+    """A limit of tokens, as of the hub, counts those before the interruption."""
     monkeypatch.setattr(corpus, "PIECE_CHARS", 3_000)
-    again = interrupted(sources[kind])
+    proceed = interrupted(sources[kind])
     complete = prepare(sources[kind], "byte", tmp_path, shard_bytes=20_000)
     directory = tmp_path / "cache" / complete.name
     with (directory / "journal.jsonl").open("a") as file:
@@ -253,7 +252,7 @@ def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     message = "preparation is unfinished: run it again to continue"
     with pytest.raises(UserError, match=message):
         Manifest.load(directory)
-    assert content(again()) == content(complete)
+    assert content(proceed()) == content(complete)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +265,12 @@ def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     ],
 )
 def test_an_altered_journal_is_one_message(jsonl, tmp_path, change, interrupted):
-    again = interrupted(TextSource((str(jsonl),)))
+    proceed = interrupted(TextSource((str(jsonl),)))
     [journal] = tmp_path.glob("cache/*/journal.jsonl")
     first, *others = journal.read_bytes().split(b"\n")
     journal.write_bytes(b"\n".join([change(first), *others]))
     with pytest.raises(UserError, match=r"journal.jsonl is damaged .*rm -r .*"):
-        again()
+        proceed()
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_not_rounded_away(

@@ -167,9 +167,9 @@ def test_a_manifest_with_a_right_digest_may_hold_other_types(directory, keys, va
 
 
 def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
-    whole = Manifest.load(directory)
+    manifest = Manifest.load(directory)
     rewrite(directory, lambda tree: tree.update(format=1) or tree.pop("digest"))
-    assert Manifest.load(directory) == whole
+    assert Manifest.load(directory) == manifest
 
 
 def test_altered_tokenizer_files_are_found(directory):

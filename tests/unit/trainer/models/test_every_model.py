@@ -1,4 +1,4 @@
-"""What holds of the model of every family: its loss, scanned and recomputed layers,
+"""The model of every family: its loss, scanned and recomputed layers,
 documents, decoding, formats."""
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""What every family must give the other rooms, and what is said of one that is not
-there."""
+"""Every family gives the other rooms what they need, and one that is not there is
+refused."""
 
 import dataclasses
 

@@ -91,7 +91,7 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
 
 
 @pytest.mark.parametrize(
-    ("choice", "kept"),
+    ("choice", "allowed"),
     [
         ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 2}, {1, 3}),
@@ -104,8 +104,8 @@ LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
         ({"temperature": 0}, {1}),
     ],
 )
-def test_the_likeliest_are_kept(choice, kept):
-    assert set(drawn(LOGITS, keys(400), **choice)) == kept
+def test_the_likeliest_are_kept(choice, allowed):
+    assert set(drawn(LOGITS, keys(400), **choice)) == allowed
 
 
 def test_frequencies_are_the_tempered_probabilities():

@@ -30,23 +30,15 @@ def test_smoothing_divides_each_channel_by_the_nearest_power_of_two():
 
 
 def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients():
-    """As `distribute` runs it: every device has whole inputs, and its heads and hidden
-    channels of the parameters."""
+    """A device has all inputs, and its heads and hidden channels of the parameters."""
     params, plain, _ = compiled(SPEC)
-    bind = functional(SPEC, tensor_axis="tensor").bind
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
-    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-
-    def axes(path, _):
-        if path[-2].key in columns:
-            return P(None, "tensor")
-        return P("tensor") if path[-2].key in ("o_proj", "down_proj") else P()
-
-    specs = jax.tree_util.tree_map_with_path(axes, params)
-    loss = lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
+    model = functional(SPEC, tensor_axis="tensor")
+    axes = {"column": P(None, "tensor"), "row": P("tensor")}
+    specs = jax.tree.map(lambda role: axes.get(role.kind, P()), model.roles)
+    loss = lambda p: model.bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
     split = jax.shard_map(
         jax.value_and_grad(loss),
-        mesh=mesh,
+        mesh=jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,)),
         in_specs=(specs,),
         out_specs=(P(), specs),
         check_vma=False,

@@ -56,7 +56,7 @@ def test_logits_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
-    """Also of scanned layers, and of a smoothed MLP."""
+    """Scanned layers and a smoothed MLP are exported as plain ones."""
     spec, params = loaded(name)
     mlp = "gelu" if name == "gpt2" else "smooth_swiglu"
     ours = dataclasses.replace(spec, scan_layers=True, mlp=mlp)

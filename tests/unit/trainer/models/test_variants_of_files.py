@@ -79,7 +79,7 @@ def test_a_window_in_no_layer_is_none(tmp_path, name, config):
 
 
 def test_layers_of_one_kind_have_all_a_window_or_none():
-    """Also of a Mistral, for which transformers and vLLM take the list of layers."""
+    """transformers and vLLM take the list of layers for a Mistral, too."""
     config = config_of("mistral_window")
     assert MistralSpec.of_config(config).window
     layers = ["full_attention"] * config["num_hidden_layers"]
