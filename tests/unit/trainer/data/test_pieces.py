@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from library_tokenizers import KINDS, write_tiktoken
+from library_tokenizers import llama2, write_tiktoken
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -19,7 +19,6 @@ from trainer.data import TextSource, corpus, encode, get_tokenizer, preparation,
 from trainer.data.json_tokenizer import JSONTokenizer
 from trainer.data.line_cuts import HUB_PATTERNS
 from trainer.data.shards import Manifest
-from trainer.data.tokenizer import tiktoken_file
 
 LINES = (
     "In the beginning God created the heaven and the earth.",
@@ -36,27 +35,17 @@ TEXT = "".join(
 )
 
 
-CUSTOM = {
-    "two lines": r"[a-z.,;\n]+|[\s\S]",
-    "left out": r"[a-z]+|[^\w\s]",
-    "k-mers": r"[\s\S]{1,6}",
-}
-
-
-@pytest.fixture(params=["byte", "gpt2", "cl100k_base", *CUSTOM, *KINDS])
+@pytest.fixture(params=["byte", "small", "k-mers", "llama2"])
 def tokenizer(request, small, tmp_path):
     name = request.param
-    if name == "byte":
-        return get_tokenizer(name)
-    path = tmp_path / f"{name}.tiktoken"
-    if name in KINDS:
-        path = tmp_path / "tokenizer.json"
-        KINDS[name][0]().save(str(path))
-    elif name in CUSTOM:
-        write_tiktoken(path, CUSTOM[name], small.tokens)
-    else:
-        path.write_bytes(tiktoken_file(small.tokens))
-    return get_tokenizer(str(path))
+    if name == "small":
+        return small
+    if name == "k-mers":
+        name = write_tiktoken(tmp_path / "a.tiktoken", r"[\s\S]{1,6}")
+    if name == "llama2":
+        llama2().save(str(tmp_path / "tokenizer.json"))
+        name = tmp_path
+    return get_tokenizer(str(name))
 
 
 def test_pieces_have_the_ids_of_the_whole_text(

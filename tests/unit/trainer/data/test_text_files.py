@@ -312,6 +312,11 @@ TWO_SAVES = "are shards of two saves of one data set"
             r"a\.txt\.gz has the content of .*a\.txt by .*leave one",
         ),
         ({}, r"no file is in directory .*; correct data\.paths"),
+        # as `datasets` saves to disk
+        (
+            {"data-00000-of-00001.arrow": b"x"},
+            "by data=hf data.name=.*/texts, or leave",
+        ),
         # of many Parquet files the one without text, before other files are read
         *(
             ({"a.parquet": MANY, "b.txt": "words", "z.parquet": table}, message)

@@ -19,6 +19,8 @@ from small_models import (
     functional,
 )
 
+from scalify_core import asarray, scalify
+from scalify_core.optim.weights import scaled_params
 from trainer.models.registry import family_of
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
@@ -171,3 +173,34 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(spec):
         kernel = before["h"]["mlp"][name]["kernel"]
         before["h"]["mlp"][name]["kernel"] = kernel.at[..., :3].set(column)
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+# of two sequences of 16 tokens, of a padded vocabulary
+LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
+
+
+def loss_of(spec, how, dtype):
+    spec = dataclasses.replace(spec, n_layer=1, loss_logits=how)
+    init, bind, *_ = functional(spec, compute_dtype=dtype)
+    loss = lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
+    return jax.jit(init)(jax.random.key(0)), loss
+
+
+@pytest.mark.parametrize(("how", "dtype"), [(None, "f32"), ("compute", "bf16")])
+def test_logits_of_the_loss_have_the_dtype_of_the_matmuls_on_demand(spec, how, dtype):
+    params, loss = loss_of(spec, how, jnp.bfloat16)
+    text = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert re.findall(LOGITS, text)[0] == dtype
+
+
+# The test above shows that GPT-2's head is asked alike.
+def test_logits_are_in_the_format_of_the_data_where_scales_propagate():
+    params, loss = loss_of(UNTIED, "compute", jnp.float32)
+    step = scalify(jax.value_and_grad(loss), scales="static")
+    scaled = scaled_params(params, jnp.float16)
+    text = str(jax.make_jaxpr(lambda p: asarray(step(p)))(scaled))
+    assert re.findall(LOGITS, text)[0] == "f16"
+    narrow, wide = jax.jit(step)(scaled)[0], loss(params)
+    # The weights are rounded to 11 bits, and so are values and logits: a fresh model's
+    # loss is log(100).
+    np.testing.assert_allclose(asarray(narrow), wide, rtol=2**-11)

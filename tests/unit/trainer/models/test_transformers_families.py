@@ -56,10 +56,10 @@ def test_logits_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
-    """Scanned layers and a smoothed MLP are exported as plain ones."""
+    """Scanned layers, a gain of values and a smoothed MLP leave no trace."""
     spec, params = loaded(name)
-    mlp = "gelu" if name == "gpt2" else "smooth_swiglu"
-    ours = dataclasses.replace(spec, scan_layers=True, mlp=mlp)
+    how = {"value_gain": 4096.0} if name == "gpt2" else {"mlp": "smooth_swiglu"}
+    ours = dataclasses.replace(spec, scan_layers=True, **how)
     stacked = family_of(spec).stack_layers(params)
     (file,) = huggingface.save(tmp_path, ours, stacked, eot=7)
     written, given = load_file(file), {}

@@ -1,27 +1,27 @@
-"""Llama's files, there and back, and the files of weights in general.
+"""Files of weights, and what is particular to GPT-2's and Llama's.
 
 `test_transformers_families.py` has the logits and exports of all variants.
 """
 
+import dataclasses
 import json
+import resource
 import shutil
 
 import numpy as np
 import pytest
-from family_files import (
-    DATA,
-    WEIGHTS,
-    check_same,
-    copied,
-    tensors_of,
-)
+from corpora import write
+from family_files import DATA, WEIGHTS, check_same, copied, tensors_of
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
 from trainer.models import huggingface
+from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.huggingface import load_llama, save_llama
-from trainer.models.weight_files import read_tensors
+from trainer.models.weight_files import read_tensors, write_file
 
+V = 67
 INDEX = "model.safetensors.index.json"
 
 
@@ -49,6 +49,8 @@ def test_an_export_of_several_files_has_an_index(tmp_path):
     sizes = [sum(x.nbytes for x in load_file(file).values()) for file in files]
     assert max(sizes) <= 5_000
     same(read_tensors(out), weights)
+    # as readable as the files beside them
+    assert files[0].stat().st_mode == (out / "config.json").stat().st_mode
     index = json.loads((out / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(sizes)
     for name, file in index["weight_map"].items():
@@ -118,3 +120,67 @@ def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_p
     (directory / WEIGHTS).rename(directory / "model_new.safetensors")
     with pytest.raises(UserError, match=r"model_old.safetensors and model_new.* both"):
         load_llama(directory)
+
+
+def test_mask_buffers_a_tied_head_and_a_missing_prefix_are_ignored(tmp_path):
+    def old(tensors):
+        bare = {key.removeprefix("transformer."): x for key, x in tensors.items()}
+        return bare | {
+            "h.0.attn.bias": np.tri(32, dtype=np.float32)[None, None],
+            "h.1.attn.masked_bias": np.float32([-1e4]),
+            "lm_head.weight": bare["wte.weight"],
+        }
+
+    check_same("gpt2", copied(tmp_path, "gpt2", tensors=old))
+
+
+def test_the_number_of_heads_is_that_of_the_config_or_is_given(tmp_path):
+    directory = copied(tmp_path, "gpt2")
+    spec, _ = load_gpt2(directory)
+    other = dataclasses.replace(spec, n_head=8, mlp="swiglu", scan_layers=True)
+    assert load_gpt2(directory, other)[0] == spec
+    (directory / "config.json").unlink()
+    assert load_gpt2(directory / WEIGHTS, other)[0].n_head == 8
+    with pytest.raises(UserError, match=r"no config\.json tells the number of heads"):
+        load_gpt2(directory / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {WEIGHTS: (DATA / "gpt2" / WEIGHTS).read_bytes()[:-100]},
+            "not a complete saf",
+        ),
+        ({}, r"no \*\.safetensors"),
+        ({"config.json": "{"}, r"config\.json is not .*; download or copy"),
+        ({"config.json": "[1]"}, r"config\.json is not .*; download or copy"),
+        ({"config.json": b"\xff"}, r"config\.json is not .*; download or copy"),
+    ],
+)
+def test_damaged_or_absent_files_are_named(tmp_path, files, message):
+    folder = write(tmp_path, files)
+    with pytest.raises(UserError, match=message):
+        load_gpt2(folder, GPT2Spec(vocab_size=V))
+    with pytest.raises(UserError, match="does not exist"):
+        load_gpt2(tmp_path.with_name("nowhere"), GPT2Spec(vocab_size=V))
+
+
+def test_export_refuses_swiglu_and_an_occupied_directory(tmp_path):
+    spec, params = load_gpt2(copied(tmp_path / "gpt2", "gpt2"))
+    with pytest.raises(UserError, match="only gelu"):
+        save_gpt2(tmp_path / "out", GPT2Spec(vocab_size=V, mlp="swiglu"), params)
+    with pytest.raises(UserError, match="exists"):
+        save_gpt2(tmp_path / "gpt2", spec, params)
+
+
+def test_weights_that_a_full_disk_refuses_leave_no_part_of_a_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    path = tmp_path / "model.safetensors"
+    try:
+        with pytest.raises(UserError, match=rf"cannot write {path}: .*; make room"):
+            write_file({"x": np.zeros(1000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
