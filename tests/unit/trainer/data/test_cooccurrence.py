@@ -40,8 +40,8 @@ def test_the_end_of_a_text_is_no_neighbour():
     pair = np.array([1, 2, END, 3])
     assert cooccurrence_counts(pair, 4, END, 3).nnz == 2
     np.testing.assert_array_equal(
-        cooccurrence_counts(pair, 4, None, 1).toarray(),
-        [[0, 0, 1, 1], [0, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]],
+        cooccurrence_counts(pair, 4, None, 2).toarray(),
+        [[0, 0.5, 1, 1], [0.5, 0, 1, 0], [1, 1, 0, 0.5], [1, 0, 0.5, 0]],
     )
 
 

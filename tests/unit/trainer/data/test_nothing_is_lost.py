@@ -121,17 +121,6 @@ def test_characters_that_a_tokenizer_changes_are_said_once(tmp_path, capsys):
     assert changed_characters(get_tokenizer(str(tmp_path))) == " \t\n\r\x0b\x0c"
 
 
-def test_an_end_that_is_an_ordinary_token_of_a_tiktoken_file_is_refused(
-    small_dir, tmp_path
-):
-    get_tokenizer(str(small_dir)).save(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    tree = json.loads(file.read_text()) | {"special_tokens": {END: 0}}
-    file.write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"'<\|endoftext\|>' has the id 0 of an ordin"):
-        get_tokenizer(str(tmp_path))
-
-
 def test_text_that_spells_an_end_which_is_not_marked_special_does_not_end(tmp_path):
     model = models.BPE(LETTERS | {"<unk>": 10}, [], unk_token="<unk>", fuse_unk=True)
     saved(tmp_path, model, special=(), words=[AddedToken("</s>")])

@@ -3,7 +3,6 @@ that errors name the cause."""
 
 import errno
 import itertools
-import json
 import os
 import random
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import check_positions, prepared, rows, tokens, write
+from library_tokenizers import write_tiktoken
 
 from trainer.cli.prepare_data import command
 from trainer.data import (
@@ -108,12 +108,10 @@ def test_documents_are_joined_by_end_of_text_and_split_by_their_hash(
     assert abs(share - 0.2) < 5 * (0.2 * 0.8 / len(nonempty)) ** 0.5
 
 
-def test_a_large_vocabulary_takes_32_bits(small_dir, jsonl, tmp_path):
-    for name in ("vocab.bpe", "encoder.json"):
-        (tmp_path / name).write_bytes((small_dir / name).read_bytes())
-    ids = json.loads((tmp_path / "encoder.json").read_text())
-    (tmp_path / "encoder.json").write_text(json.dumps(ids | {"<|endoftext|>": 70_000}))
-    manifest = prepared(TextSource((str(jsonl),)), tmp_path / "cache", str(tmp_path))
+def test_a_large_vocabulary_takes_32_bits(jsonl, tmp_path):
+    end = {"<|endoftext|>": 70_000}
+    path = write_tiktoken(tmp_path / "a.tiktoken", r"\S|\s", **end)
+    manifest = prepared(TextSource((str(jsonl),)), tmp_path / "cache", str(path))
     actual = manifest.dtype, manifest.vocab_size, manifest.eot
     assert actual == ("uint32", 70_001, 70_000)
     assert tokens(manifest, "val").max() == 70_000
@@ -123,18 +121,14 @@ def test_prepared_data_is_found_again_by_content_and_settings(jsonl, tmp_path):
     source, cache = TextSource((str(jsonl),)), tmp_path / "cache"
     first = prepare(source, "byte", cache)
     complete, seen = content(first), []
-    copy = tmp_path / "another name.jsonl"
-    copy.write_bytes(jsonl.read_bytes())
-    renamed = TextSource((str(copy),))
-    assert prepare(renamed, "byte", cache, progress=seen.append) == first
+    assert prepare(source, "byte", cache, progress=seen.append) == first
     assert (content(first), seen) == (complete, [])
-    bounded = TextSource((str(jsonl),), max_documents=1000)
-    others = {
+    longer = write(tmp_path, {"a.jsonl": jsonl.read_text() + '{"text": "more"}\n'})
+    others = [
         prepare(source, "byte", cache, val_fraction=0.2),
-        prepare(bounded, "byte", cache),
-    }
-    copy.write_text(copy.read_text() + '{"text": "one more"}\n')
-    others.add(prepare(renamed, "byte", cache))
+        prepare(TextSource((str(jsonl),), max_documents=1000), "byte", cache),
+        prepare(TextSource((f"{longer}/a.jsonl",)), "byte", cache),
+    ]
     assert len({first, *others}) == 4
 
 

@@ -216,6 +216,12 @@ REFUSED = [
         for line in ("{broken", "[1, 2]", '"text"')
     ),
     ("a.parquet", "just text", {}, r"a\.parquet: cannot be read as parquet"),
+    (
+        "a.json",
+        '{"a": [{"text": "x"}], "b": [{"text": "y"}]}',
+        {},
+        "2 lists of objects",
+    ),
     # a name and a content or a setting that contradict
     ("a.jsonl", LINES, AS_TEXT, "t, but .*is jsonl by its name; leave d"),
     ("a.parquet", LINES, AS_JSONL, r"=jsonl, but .*a\.parquet is parquet by its n"),

@@ -186,6 +186,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(
 ALL_BYTES = tiktoken_file(BYTES)
 TWICE = tiktoken_file(BYTES | {b"other": 300, b"twice": 300})
 ANY = json.dumps({"pat_str": r"\S|\s", "special_tokens": {}})
+END_0 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 0}})
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,10 @@ ANY = json.dumps({"pat_str": r"\S|\s", "special_tokens": {}})
         ({"vocab.bpe": b"\x00\xff"}, r"vocab\.bpe, line 1"),
         ({"qwen.tiktoken": ALL_BYTES}, r"put qwen\.json beside it.* cl100k_base, gpt2"),
         ({"a.tiktoken": ALL_BYTES, "a.json": "{}"}, "expected the keys pat_str"),
+        (
+            {"a.tiktoken": ALL_BYTES, "a.json": END_0},
+            "'.*' has the id 0 of an ordinary",
+        ),
         (
             {"a.tiktoken": TWICE, "a.json": ANY},
             "the tokens 'other' and 'twice' have one id, 300",
