@@ -41,7 +41,7 @@ def widened(settings, suffix, scale):
     return wide[f"{NAME}weight"], weight.astype(np.float32)
 
 
-SCALES = 2.0 ** np.arange(6).reshape(2, 3)
+SCALES = 2.0 ** np.arange(10).reshape(2, 5)
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ SCALES = 2.0 ** np.arange(6).reshape(2, 3)
     [
         (BLOCKS, "weight_scale_inv", SCALES, SCALES),
         (compressed(**BLOCK), "weight_scale", SCALES, SCALES),
-        (TENSOR, "weight_scale_inv", 0.3, np.full((2, 3), 0.3)),
-        ({"quant_method": "fp8"}, "weight_scale", [0.3], np.full((2, 3), 0.3)),
+        (TENSOR, "weight_scale_inv", 0.3, np.full((2, 5), 0.3)),
+        ({"quant_method": "fp8"}, "weight_scale", [0.3], np.full((2, 5), 0.3)),
     ],
 )
 def test_weights_are_their_numbers_times_their_scales(settings, suffix, scale, factors):
     wide, numbers = widened(settings, suffix, scale)
     assert wide.dtype == np.float32
     for i, j in np.ndindex(SHAPE):
-        assert wide[i, j] == numbers[i, j] * np.float32(factors[i // 16, j // 16])
+        assert wide[i, j] == numbers[i, j] * np.float32(factors[i // 16, j // 8])
 
 
 def test_each_row_may_have_a_scale():
@@ -70,7 +70,7 @@ def test_each_row_may_have_a_scale():
     ("settings", "scale", "words"),
     [
         (BLOCKS, None, "is FP8, but it has no scale .*weight_scale_inv or .*weight_sc"),
-        (BLOCKS, np.ones((1, 3)), r"has shape \(1, 3\); expected \(2, 3\)"),
+        (BLOCKS, np.ones((1, 3)), r"has shape \(1, 3\); expected \(2, 5\)"),
         (BLOCKS, -SCALES, "holds scales that are negative or not finite"),
         (BLOCKS, SCALES * np.inf, "holds scales that are negative or not finite"),
         ({"quant_method": "gptq", "bits": 4}, 1, "'gptq', .*; valid: symmetric E4M3"),
