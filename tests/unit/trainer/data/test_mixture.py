@@ -98,13 +98,18 @@ def test_a_validation_holds_each_share_after_any_number_of_samples(
     )
 
 
+def test_each_block_has_another_order():
+    sampler = StageSampler([MixtureStage(0, (0.5, 0.5))], 16, 0)
+    source, _ = sampler.assign(np.arange(512))
+    assert (source[:256] != source[256:]).any()
+
+
 def test_stages_of_other_weights_begin_where_they_should():
     stages = parse_stages((3, 1, 0.5), [[100, 1, 0, 3]], NAMES)
     sampler = StageSampler(stages, 8, 0)
     earlier, _ = sampler.assign(np.arange(100 * 8))
     after, _ = sampler.assign(np.arange(100 * 8, 1100 * 8))
     assert set(earlier) == {0, 1, 2}
-    assert (earlier[:256] != earlier[256:512]).any()  # each block has an order
     assert set(after) == {0, 2}
     assert abs(np.mean(after == 2) - 0.75) < 0.005
 
