@@ -77,9 +77,7 @@ class Restored(NamedTuple):
     def origin(self) -> str:
         """`RUN after step N` of a fork, also of one that is resumed; else empty."""
         forked = self.meta.get("forked")
-        if forked:
-            return f"{forked['run']} after step {forked['step']:,}"
-        return ""
+        return f"{forked['run']} after step {forked['step']:,}" if forked else ""
 
 
 class DamagedCheckpointError(Exception):

@@ -4,6 +4,7 @@ names the file and says what is valid."""
 import bz2
 import gzip
 import json
+import os
 import re
 import resource
 
@@ -16,6 +17,7 @@ from corpora import read as read_source
 from trainer.data import TextSource, compressed, corpus
 from trainer.data.corpus import open_corpus
 from trainer.data.files import BLOCK, expand
+from trainer.data.preparation import prepare
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
@@ -115,7 +117,10 @@ READ = {
         {"a.txt.zst": packed("zstd", "\ufeffBücher\r\n")},
         ["Bücher\n"],
     ),
-    "zeros behind gzip": ({"a.txt.gz": gzip.compress(b"text") + bytes(999)}, ["text"]),
+    "zeros behind gzip": (
+        {"a.txt.gz": gzip.compress(b"text", mtime=0) + bytes(999)},
+        ["text"],
+    ),
     **{
         str(kind): ({"a.parquet": pa.table({"text": NULLS.cast(kind)})}, TEXTS)
         for kind in (
@@ -197,7 +202,12 @@ REFUSED = [
     ("a.txt", "text\0more", {}, NO_TEXT.format("NUL at offset 4")),
     ("a.txt", b"x" * BLOCK + b"yz\0", {}, NO_TEXT.format(f"NUL .*{BLOCK + 2}")),
     ("a.txt", "text\0more", AS_JSONL, NO_TEXT.format("NUL at offset 4")),
-    ("a.txt", gzip.compress(b"text"), {}, r"not text but gzip .*; decompress it fi"),
+    (
+        "a.txt",
+        gzip.compress(b"text", mtime=0),
+        {},
+        r"not text but gzip .*; decompress it fi",
+    ),
     ("part-0000", b"PAR1\0rows", {}, "is Parquet, but not by its name; rename it to"),
     ("a.parquet.gzip", b"PAR1\0rows", {}, "is Parquet, but not by its name; rename it"),
     # rows without text
@@ -262,12 +272,22 @@ REFUSED = [
         {},
         r"a\.jsonl\.gz: there is no col",
     ),
-    ("a.txt.gz", gzip.compress(b"caf\xe9"), {}, r"a\.txt\.gz is not text"),
-    ("a.csv.gz", gzip.compress(b"text\nx\n"), {}, r"a\.csv\.gz is a table by its name"),
-    ("a.arrow.gz", gzip.compress(b"x"), {}, "data=hf data.name=.*, or leave"),
+    ("a.txt.gz", gzip.compress(b"caf\xe9", mtime=0), {}, r"a\.txt\.gz is not text"),
+    (
+        "a.csv.gz",
+        gzip.compress(b"text\nx\n", mtime=0),
+        {},
+        r"a\.csv\.gz is a table by its name",
+    ),
+    ("a.arrow.gz", gzip.compress(b"x", mtime=0), {}, "data=hf data.name=.*, or leave"),
     ("a.gz", gzip.compress(rows("a").encode()), {}, r"a\.gz looks like JSON lines"),
-    ("a.jsonl.gz", gzip.compress(b""), {}, r"a\.jsonl\.gz has no text"),
-    ("a.parquet.gz", gzip.compress(b"x"), {}, r"gz: cannot be read as parquet"),
+    ("a.jsonl.gz", gzip.compress(b"", mtime=0), {}, r"a\.jsonl\.gz has no text"),
+    (
+        "a.parquet.gz",
+        gzip.compress(b"x", mtime=0),
+        {},
+        r"gz: cannot be read as parquet",
+    ),
     ("a.parquet.gz", b"PAR1rows", {}, "is Parquet, and no gzip file; rename it"),
     ("a.txt.gz", packed("gzip", SQUARES)[:9000], {}, "file, or a damaged one .*again$"),
     (
@@ -306,7 +326,7 @@ TWO_SAVES = "are shards of two saves of one data set"
     [
         (
             {"img/photo.png": b"\x89PNG\xff\0", "img/scan.bz2": bz2.compress(b"text")}
-            | {"a.txt.gz": gzip.compress(b"packed"), "b.txt": "words"},
+            | {"a.txt.gz": gzip.compress(b"packed", mtime=0), "b.txt": "words"},
             IMAGES,
         ),
         (
@@ -314,7 +334,7 @@ TWO_SAVES = "are shards of two saves of one data set"
             r"z\.jsonl: there is",
         ),
         (
-            {"a.txt": "a", "a.txt.gz": gzip.compress(b"a")},
+            {"a.txt": "a", "a.txt.gz": gzip.compress(b"a", mtime=0)},
             r"a\.txt\.gz has the content of .*a\.txt by .*leave one",
         ),
         ({}, r"no file is in directory .*; correct data\.paths"),
@@ -419,7 +439,7 @@ def test_a_file_that_links_reach_twice_counts_once_and_is_said(tmp_path, capsys)
         (
             [folder],
             "a.txt",
-            rf"{folder}/b.txt \(and .* more\) is read already, as .*/a.t",
+            rf"{folder}/b.txt is read already, as .*/a.t",
         ),
         ([folder / "b.txt"], "b.txt", "^$"),
         ([folder / "a.txt", f"{folder}/a*"], "a.txt", "once; data=mix data.weights="),
@@ -504,7 +524,7 @@ def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     for damage in (content[:4], content[:-1] + b"x"):
         cached.write_bytes(damage)
         assert compressed.decompressed(path, tmp_path).read_bytes() == content
-    write(tmp_path, {"a.txt.gz": gzip.compress(b"other")})  # of the same name
+    write(tmp_path, {"a.txt.gz": gzip.compress(b"other", mtime=0)})  # of the same name
     assert compressed.decompressed(path, tmp_path).read_bytes() == b"other"
 
 
@@ -539,3 +559,35 @@ def test_of_few_files_the_end_is_the_validation_part(count, tmp_path):
         manifest = prepared(TextSource((f"{tmp_path}/{name}",)), tmp_path / "cache")
         assert "".join(documents_of(manifest, "train")) == joined[:cut]
         assert "".join(documents_of(manifest, "val")) == joined[cut:]
+
+
+def test_links_to_what_holds_them_are_not_followed(tmp_path):
+    """Each of two would double the paths, 40 times."""
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("one", "two"):
+        (tmp_path / name).symlink_to(tmp_path)
+    assert expand((str(tmp_path),)) == [tmp_path / "a.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_files_of_holes_are_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(
+        gzip.compress(b"some text", mtime=0) if name.endswith("gz") else b"text"
+    )
+    os.truncate(path, 1 << 40)
+    with pytest.raises(UserError, match=f"{name} has .* but only .* are stored"):
+        prepare(TextSource((str(path),)), "byte", tmp_path / "cache")
+
+
+def test_a_directory_of_the_cache_under_a_name_of_another_is_refused(tmp_path):
+    directories = []
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text")
+        source = TextSource((str(tmp_path / f"{name}.txt"),))
+        directories.append(prepare(source, "byte", tmp_path / "cache"))
+    a, b = directories
+    b.rename(tmp_path / "b")
+    a.rename(b)
+    with pytest.raises(UserError, match=f"{b.name} holds other data"):
+        prepare(source, "byte", tmp_path / "cache")

@@ -196,6 +196,10 @@ END_0 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 0}}
             {"x.tiktoken": "IQ== 0\nnot base64 at all\n"},
             r"x\.tiktoken, line 2: expected",
         ),
+        (
+            {"x.tiktoken": base64.b64encode(b"a" * 2000) + b" 0\n"},
+            r"x\.tiktoken has a token of 2,000 bytes, of at most 1,024",
+        ),
         ({"gpt2.tiktoken": "IQ== 0\n"}, "255 of the 256 bytes have no id"),
         (
             {"vocab.bpe": "#version: 0.2\na b c\n"},

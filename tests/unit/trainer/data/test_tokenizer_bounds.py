@@ -1,6 +1,7 @@
 """A tokenizer of somebody else neither multiplies a text nor searches it for ever."""
 
 import base64
+import time
 
 import pytest
 import tiktoken
@@ -136,3 +137,14 @@ def test_a_table_of_normal_forms_has_no_long_ones(tmp_path):
     check_tokenizer_json(tmp_path, {"normalizer": charsmap(b"y" * 33)})
     with pytest.raises(UserError, match="by up to 1,000 others"):
         check_tokenizer_json(tmp_path, {"normalizer": charsmap(b"y" * 1000)})
+
+
+def test_long_tokens_are_left_to_the_library_whose_time_does_not_grow_with_a_square():
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"a" * 2**n for n in range(1, 15)]
+    merges = [(b"a" * 2**n,) * 2 for n in range(14)]
+    started = time.process_time()
+    assert not is_same_in_tiktoken({t: i for i, t in enumerate(tokens)}, merges)
+    assert time.process_time() - started < 5
+    short = {t: i for i, t in enumerate(tokens) if len(t) <= 64}
+    assert is_same_in_tiktoken(short, merges[:6])
