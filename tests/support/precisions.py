@@ -41,17 +41,11 @@ def policy(preset, **changes):
 
 
 @functools.cache
-def workload(preset, devices=1, spec=SPEC, name="adamw", **changes):
+def workload(preset, devices=1, spec=SPEC, **changes):
     """On several devices the state is split: FP8 kernels are gathered as such."""
-    settings = (
-        ADAMW
-        if name == "adamw"
-        else {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0}
-    )
     model = Model.make(spec, policy(preset, **changes))
-    return TrainTask(
-        model, name, optimizer_from_roles(name, **settings), make_mesh(1, devices)
-    )
+    optimizer = optimizer_from_roles("adamw", **ADAMW)
+    return TrainTask(model, "adamw", optimizer, make_mesh(1, devices))
 
 
 def abstract(w, accum=1):
@@ -59,9 +53,8 @@ def abstract(w, accum=1):
 
 
 def batch(w, step=0, accum=1):
-    tokens = np.random.default_rng(step).integers(
-        0, 64, (16, SPEC.context + 1), dtype=np.int32
-    )
+    random = np.random.default_rng(step)
+    tokens = random.integers(0, 64, (16, SPEC.context + 1), dtype=np.int32)
     return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
 
