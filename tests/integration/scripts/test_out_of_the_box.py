@@ -1,8 +1,5 @@
-import jax
-import pytest
-
 from scripts.studies import out_of_the_box
-from scripts.studies.out_of_the_box import Arguments, ZooTrial, main, train
+from scripts.studies.out_of_the_box import Arguments, ZooTrial, main
 
 MODELS = "vit:1,llama:2"
 
@@ -33,28 +30,3 @@ def test_a_study_continues_where_it_was_and_pairs_seeds(monkeypatch, tmp_path, c
     table = (tmp_path / "table.md").read_text()
     assert "| llama:2 | fp8 | 2 | 0 | 1.0000 | 1.0150 | +1.50 ± 6.35 | +7.85 |" in table
     assert "| vit:1 | fp8 | 1 | 1 | 1.0000 | 1.0100 | +1.00 | - |" in table
-
-
-def test_runs_of_other_settings_are_not_taken(monkeypatch, tmp_path):
-    trained = []
-    monkeypatch.setattr(
-        out_of_the_box,
-        "train",
-        lambda job, args: trained.append(job) or losses(job, args),
-    )
-    for steps in (300, 200):
-        main(Arguments(out=str(tmp_path), models="llama:2", seeds=1, steps=steps))
-    assert len(trained) == 4
-
-
-@pytest.mark.slow  # three runs; the study of such: above
-def test_all_ways_are_steps_of_the_same_model():
-    args = Arguments(models="llama:1", width=32, batch=1, steps=3)
-    with jax.numpy_rank_promotion("allow"):
-        expected, *actual = (
-            train(ZooTrial("llama:1", 0, way), args) for way in ("fp32", "fp8", "amax")
-        )
-    for losses_ in actual:
-        # FP8 rounds at 2^-4, and the loss is a mean of 64
-        assert losses_ == pytest.approx(expected, rel=2.0**-7)
-        assert losses_ != expected

@@ -1,9 +1,7 @@
-import json
-
 import pytest
 
 from scripts.studies import zoo
-from scripts.studies.zoo import Arguments, cell, main
+from scripts.studies.zoo import Arguments, main
 
 GOOD = {
     "fits": True,
@@ -56,31 +54,3 @@ def test_a_table_continues_where_it_was(measured, tmp_path, capsys):
     table = out.read_text()
     assert "| llama | 0.001 / 0.002 | 0.001 / 0.002 | - | - | - | - | fits |" in table
     assert "| mamba | 0.001 / 0.002 | - | - | - | - | - | fits |" in table
-
-
-def test_a_model_that_raises_is_a_row_that_fails(measured, monkeypatch, tmp_path):
-    def fails(*args):
-        raise NotImplementedError("vmap of while")
-
-    monkeypatch.setattr(zoo, "measure", fails)
-    out = tmp_path / "zoo.md"
-    main(
-        Arguments(
-            out=str(out), models="mamba", formats="bf16", scales="static", rounds=0
-        )
-    )
-    assert (
-        "| mamba | raises NotImplementedError | - | - | - | - | **fails** |"
-        in out.read_text()
-    )
-    (line,) = out.with_suffix(".jsonl").read_text().splitlines()
-    assert (
-        json.loads(line)["found"]["bf16 static"]["raises"]
-        == "NotImplementedError: vmap of while"
-    )
-
-
-def test_a_cell_says_what_fails():
-    actual = GOOD | {"failures": 2, "most_zeros": 0.25, "error": "inf", "resized": 7.0}
-    assert cell(actual) == "**inf / 0.002**, 2 of 3, zeros 25.0%, resized **7**"
-    assert cell(None) == "-"

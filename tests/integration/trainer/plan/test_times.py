@@ -4,15 +4,10 @@ import pytest
 
 from trainer.compiled.arithmetic import lane_clocks
 from trainer.compiled.classes import (
-    CLASSES,
-    COLLECTIVES,
     ELEMENTWISE,
     FP8,
     GAPS,
-    PRODUCTS,
-    PRODUCTS32,
     REDUCTIONS,
-    TRANSPOSES,
     UPDATE,
 )
 from trainer.compiled.hlo import Program
@@ -20,12 +15,10 @@ from trainer.compiled.operations import Gemm
 from trainer.plan.figures import Hardware
 from trainer.plan.targets import get_target
 from trainer.plan.times import (
-    BOTH_ORDERS,
     GAP_US,
     RATES,
     exposed_seconds,
     fill,
-    kernel_predictions,
     predicted,
 )
 
@@ -165,72 +158,9 @@ def test_a_collective_is_hidden_by_the_kernels_up_to_its_end_each_of_them_once()
         ((1, 8192, 3072, 768), 1536 / (12 * 132)),
         # its sum in three parts; in four they would be 144 tiles, two rounds
         ((1, 768, 768, 8192), 108 / 132),
-        ((1, 768, 768, 2048), 36 / 132),
         ((4, 128, 128, 64), 4 / 132),
     ],
 )
 def test_a_product_of_few_tiles_leaves_multiprocessors_without_work(sizes, share):
     gemm = Gemm("cublas", "fp8", ("f8e4m3fn", "f8e4m3fn"), sizes, "", "dot", times=1)
     assert fill(gemm, H100) == pytest.approx(share)
-
-
-def test_every_class_has_its_rates():
-    assert set(RATES) == set(CLASSES)
-    assert all(
-        0 < share <= 1
-        for rate in RATES.values()
-        for share in (rate.flops, rate.bytes, rate.lanes)
-    )
-    # no public measurement has FP8 nearer to its peak
-    assert RATES[FP8].flops <= RATES[PRODUCTS].flops
-    assert RATES[PRODUCTS32].flops < 1
-
-
-# A matrix of bytes that is transposed, one that is written in both orders, and a product
-# that is added to what its result held.
-ORDERS = """HloModule m
-
-%turn (p: f8e5m2[8192,4096]) -> f8e5m2[4096,8192] {
-  %p = f8e5m2[8192,4096]{1,0} parameter(0)
-  ROOT %t = f8e5m2[4096,8192]{1,0} transpose(%p), dimensions={1,0}
-}
-
-%both (p.1: f16[8192,4096]) -> (f8e5m2[4096,8192], f8e5m2[8192,4096]) {
-  %p.1 = f16[8192,4096]{1,0} parameter(0)
-  %c = f8e5m2[8192,4096]{1,0} convert(%p.1)
-  %t.1 = f8e5m2[4096,8192]{1,0} transpose(%c), dimensions={1,0}
-  ROOT %two = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) tuple(%t.1, %c)
-}
-
-ENTRY %main (x: f16[8192,4096], h: f16[4096,8192], s: f32[4096,4096]) -> f32[4096,4096] {
-  %x = f16[8192,4096]{1,0} parameter(0)
-  %h = f16[4096,8192]{1,0} parameter(1)
-  %s = f32[4096,4096]{1,0} parameter(2)
-  %fusion.1 = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) fusion(%x), kind=kInput, calls=%both, metadata={op_name="jvp()/both"}
-  %rows = f8e5m2[8192,4096]{1,0} get-tuple-element(%fusion.1), index=1
-  %fusion.2 = f8e5m2[4096,8192]{1,0} fusion(%rows), kind=kInput, calls=%turn, metadata={op_name="jvp()/turn"}
-  ROOT %sum = f32[4096,4096]{1,0} custom-call(%h, %x, %s), custom_call_target="__cublas$lt$matmul", metadata={op_name="jvp()/d"}, backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
-}
-"""
-
-
-def test_what_a_profile_showed_of_transposes_and_of_sums():
-    program = Program(ORDERS)
-    actual = {k.name: s for k, s in kernel_predictions(program, H100)}
-    elements, us = 8192 * 4096, 1e-6
-    bytes_of = {
-        "fusion.1": 4 * elements / BOTH_ORDERS,
-        "fusion.2": 2 * elements / RATES[TRANSPOSES].bytes,
-    }
-    for name, of in bytes_of.items():
-        assert actual[name] == pytest.approx(
-            of / 3.35e12 + RATES[TRANSPOSES].fixed_us * us
-        )
-    # Its result is read and written after the product.
-    (gemm,) = program.gemms
-    rate = RATES[PRODUCTS]
-    product = 2 * 4096**2 * 8192 / 989.4e12 / rate.flops / fill(gemm, H100)
-    moved = (2 * 2 * elements + 2 * 4 * 4096**2) / 3.35e12 / rate.bytes
-    assert actual["sum"] == pytest.approx(
-        product + moved + rate.fixed_us * us, rel=1e-3
-    )
