@@ -20,6 +20,7 @@ import pytest
 from scripts.faults.chaos import SMALL
 from trainer import Callback, Result, compose, train
 from trainer.cli.train import main
+from trainer.config.schema import Config
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides
 
@@ -47,35 +48,34 @@ def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
     ):
         patch.chdir(folder)
         patch.setattr(logging.root, "handlers", [])  # Hydra's would outlive this output
-        actual = main(
-            merge_overrides(
-                TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
-            )
-        )
+        given = [f"run_dir={run_dir}", "parallel.data=1", CACHE]
+        actual = main(merge_overrides(TINY, given, args))
     assert actual == code, printed.getvalue()
     return printed.getvalue()
+
+
+def tiny_config(*overrides: str) -> Config:
+    """Compose the configuration of a run A on a tiny model that logs rows alone."""
+    given = ["run_dir=A", "parallel.data=1", CACHE]
+    given += ["sample.max_new_tokens=0", "tracker=jsonl"]
+    return compose(merge_overrides(TINY, given, overrides))
 
 
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     # by conftest, and by programs that ran in this process
     set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(set_here)}
-    flags = (
-        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    )
-    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-    threshold = {name: os.environ[name]} if name in os.environ else {}
-    return (
-        inherited
-        | threshold
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
-            "WANDB_MODE": "offline",
-            "PYTHONPATH": str(ROOT),
-        }
-        | extra
-    )
+    kept = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    inherited = {
+        k: v for k, v in os.environ.items() if k == kept or not k.startswith(set_here)
+    }
+    devices_flag = f"--xla_force_host_platform_device_count={devices}"
+    return inherited | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices_flag}",
+        "WANDB_MODE": "offline",
+        "PYTHONPATH": str(ROOT),
+        **extra,
+    }
 
 
 def trainer(
@@ -87,15 +87,14 @@ def trainer(
     It takes over what other tests' trainers have compiled. Who kills one while it
     compiles gives it a cache of its own.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "trainer",
-        *merge_overrides(TINY, [f"run_dir={run_dir}", CACHE], args),
-    ]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    given = merge_overrides(TINY, [f"run_dir={run_dir}", CACHE], args)
     return subprocess.Popen(
-        command, cwd=tmp_path, env=environment(devices, **variables), text=True, **both
+        [sys.executable, "-m", "trainer", *given],
+        cwd=tmp_path,
+        env=environment(devices, **variables),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -103,15 +102,11 @@ def _train_with(
     action: Callable[[], None], step: int, folder: Path, run_dir: str, *args: str
 ) -> Result:
     """Train in this process, and do something after a step."""
-    callback = Callback(
-        "action", 1, lambda context: action() if context.step == step else None
-    )
-    given = merge_overrides(
-        TINY, [f"run_dir={run_dir}", "parallel.data=1", CACHE], args
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return train(compose(given), callbacks=[callback])
+    act = lambda context: action() if context.step == step else None
+    given = [f"run_dir={run_dir}", "parallel.data=1", CACHE]
+    with contextlib.chdir(folder):
+        config = compose(merge_overrides(TINY, given, args))
+        return train(config, callbacks=[Callback("action", 1, act)])
 
 
 def stopped_after(folder: Path, run_dir: str, step: int, *args: str) -> None:
@@ -142,20 +137,19 @@ def finish(process: Process, code: int = 0) -> str:
 
 def values(run_dir: Path) -> list[dict]:
     """The rows without what a clock or the machine's memory decides."""
-    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("perf/", "memory/"))}
-        for row in rows
-    ]
+    rows = []
+    for row in read_rows(run_dir / "metrics.jsonl"):
+        if "event" not in row:
+            measured = [k for k in row if k.startswith(("perf/", "memory/"))]
+            rows.append({k: v for k, v in row.items() if k not in measured})
+    return rows
 
 
 def parameters(run_dir: Path, step: int) -> dict[str, dict]:
     """Names, shapes, dtypes and checksums of every leaf of the state, as the
     checkpoint's manifest has them."""
-    manifest = json.loads(
-        next((run_dir / "checkpoints" / str(step) / "manifest").rglob("*")).read_text()
-    )
-    return manifest["leaves"]
+    folder = run_dir / "checkpoints" / str(step) / "manifest"
+    return json.loads(next(folder.rglob("*")).read_text())["leaves"]
 
 
 def wait_for_row(run_dir: Path, step: int, process: Process) -> None:
@@ -181,18 +175,17 @@ def several(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
-    each = [common | {"JAX_PROCESS_ID": str(i)} for i in range(count)]
-    each[-1] |= last or {}
-    return [
-        trainer(
-            tmp_path,
-            run_dir,
-            *args,
-            "parallel.distributed=true",
-            *own,
-            devices=devices,
-            **variables,
+    processes = []
+    for i in range(count):
+        is_last = i == count - 1
+        variables = {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_PROCESS_ID": str(i),
+            **(last or {} if is_last else {}),
+        }
+        words = [*args, "parallel.distributed=true", *(last_args if is_last else [])]
+        processes.append(
+            trainer(tmp_path, run_dir, *words, devices=devices, **variables)
         )
-        for variables, own in zip(each, [()] * (count - 1) + [last_args], strict=True)
-    ]
+    return processes

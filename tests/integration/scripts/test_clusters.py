@@ -3,17 +3,14 @@ agree with themselves, and the commands of the page about them."""
 
 import json
 import os
-import re
 import shlex
 import stat
 import subprocess
 from pathlib import Path
 
-import click
 import jsonschema
 import pytest
 import yaml
-from ray.scripts.scripts import start
 
 from trainer.config.composition import compose_config
 
@@ -82,29 +79,3 @@ def test_the_manifest_is_a_jobset_of_as_many_processes_as_it_says():
     assert volume["claimName"] == claim["metadata"]["name"]
     words = shlex.split(container["args"][0].partition("-m trainer ")[2])
     assert compose_config(words).parallel.distributed
-
-
-def test_the_commands_of_the_page_about_many_machines_are_valid():
-    """Those that begin with `python -m trainer`: integration/test_readme.py."""
-    text = (ROOT / "docs/many_machines.md").read_text()
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
-    seen = set()
-    for line in filter(None, blocks.replace("\\\n", " ").splitlines()):
-        program, *words = shlex.split(line, comments=True)
-        seen.add(program)
-        if program == "sbatch":
-            script = next(word for word in words if not word.startswith("-"))
-            assert (ROOT / script).exists()
-            compose_config(words[words.index(script) + 1 :])
-        elif program == "kubectl":
-            assert words[0] == "apply"
-            assert all((ROOT / path).exists() for path in words[2::2])
-        elif (program, words[0]) == ("ray", "start"):
-            options, *_ = start.make_parser(click.Context(start)).parse_args(words[1:])
-            assert options.get("head") or options.get("address")
-        elif program == "for":
-            loop = line.partition("-m trainer ")[2].partition(" &")[0]
-            assert compose_config(shlex.split(loop)).parallel.distributed
-        else:
-            assert program == "python" or (program, *words) == ("ray", "stop")
-    assert seen == {"for", "sbatch", "kubectl", "ray", "python"}

@@ -11,12 +11,11 @@ import threading
 import jax
 import numpy as np
 import pytest
-from command import CACHE, TINY, values
+from command import tiny_config, values
+from precisions import bits
+from walk import V, Walk
 
 from trainer import Callback, CallbackKind, Diverged, Tracker, UserError, compose, train
-
-SMALL = [*TINY, "parallel.data=1", "sample.max_new_tokens=4", CACHE]
-B, T, V = 16, 33, 64
 
 
 @pytest.fixture(autouse=True)
@@ -25,32 +24,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def configuration(*overrides, run_dir="A"):
-    return compose([*SMALL, f"run_dir={run_dir}", "tracker=jsonl", *overrides])
-
-
-class Walk:
-    """Every token is the one before plus 1 or 2: what can be learnt of it is the size
-    of the step."""
-
-    vocab_size = V
-
-    def __init__(self):
-        self.validation = [self.batch(10**6)]
-
-    def batch(self, step):
-        rng = np.random.default_rng(step)
-        return (
-            rng.integers(V, size=(B, 1)) + rng.integers(1, 3, size=(B, T)).cumsum(1)
-        ) % V
-
-
 class Recorder(Tracker):
     def __init__(self):
         self.steps, self.samples, self.exit_code = [], [], None
 
     def start(self, beginning):
-        self.begun = beginning.step
+        self.first_step = beginning.step
 
     def row(self, step, row):
         self.steps.append(step)
@@ -63,19 +42,11 @@ class Recorder(Tracker):
 
 
 def test_importing_the_package_imports_neither_jax_nor_a_tracker():
-    code = (
-        "import sys, trainer; print(*sorted({'jax', 'wandb', 'hydra', 'tensorboardX',"
-        " 'numpy'} & set(sys.modules)))"
-    )
+    heavy = ["jax", "wandb", "hydra", "tensorboardX", "numpy"]
+    code = f"import sys, trainer; print(sorted({{*{heavy}}} & set(sys.modules)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    assert done.stdout.split() == []
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment) == b"[]\n"
 
 
 def test_own_batches_an_own_tracker_and_an_own_job_work_together():
@@ -92,107 +63,80 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
         Callback("largest", 4, largest),
         Callback("late", 6, lambda m: seen.append(-m.step), CallbackKind.SAVE),
     ]
-    actual = train(
-        configuration("train.steps=10", "train.eval_every=0"),
-        data=Walk(),
-        tracker=recorder,
-        callbacks=callbacks,
+    config = tiny_config(
+        "train.steps=10", "train.eval_every=0", "sample.max_new_tokens=4"
     )
+    actual = train(config, data=Walk(), tracker=recorder, callbacks=callbacks)
     assert (actual.step, actual.stopped_by, actual.run_dir.name) == (10, None, "A")
     assert [row["step"] for row in actual.rows] == recorder.steps == list(range(1, 11))
     assert [row["step"] for row in actual.rows if "own/largest" in row] == [4, 8, 10]
     assert seen == [4, -6, 8, 10, -10]
-    assert [s for s in recorder.samples if s[1] == "notes"] == [
-        (n, "notes", f"at {n}") for n in (4, 8, 10)
-    ]
-    assert (recorder.begun, recorder.exit_code) == (0, 0)
+    notes = [sample for sample in recorder.samples if sample[1] == "notes"]
+    assert notes == [(n, "notes", f"at {n}") for n in (4, 8, 10)]
+    assert (recorder.first_step, recorder.exit_code) == (0, 0)
     assert actual.rows[-1]["val/loss"] < np.log(V)
-    assert sum(x.size for x in jax.tree.leaves(actual.state.params)) > 1000
     (sample,) = [text for _, name, text in recorder.samples if name == "samples"]
-    assert all(
-        int(word) < V for word in sample.removeprefix("In the beginning").split()
-    )
+    words = sample.removeprefix("In the beginning").split()
+    assert all(int(word) < V for word in words)
+
+
+def signalled(number, step=None):
+    """A callback that sends this process a signal, after a step or the last one."""
+
+    def send(context):
+        if step is None or context.step == step:
+            os.kill(os.getpid(), number)
+
+    return Callback("stop", step or 0, send)
 
 
 def test_a_run_stopped_in_its_last_callbacks_says_what_is_not_done(capsys):
-    stop = Callback("stop", 0, lambda context: os.kill(os.getpid(), signal.SIGTERM))
     after = Callback("after", 0, lambda context: {"own/after": 1})
-    for _ in range(2):  # the signal comes again as the callbacks are repeated
-        train(configuration("train.steps=2"), data=Walk(), callbacks=[stop, after])
-        assert (
-            "stopped after step 2 of 2, before its final validation was done; to resume"
-            " from step 2: the same call" in capsys.readouterr().out
-        )
-    whole = train(configuration("train.steps=2"), data=Walk(), callbacks=[after])
-    assert whole.rows[-1]["own/after"] == 1
+    config = tiny_config("train.steps=2")
+    train(config, data=Walk(), callbacks=[signalled(signal.SIGTERM), after])
+    assert (
+        "stopped after step 2 of 2, before its final validation was done; to resume"
+        " from step 2: the same call" in capsys.readouterr().out
+    )
+    result = train(config, data=Walk(), callbacks=[after])
+    assert result.rows[-1]["own/after"] == 1
     assert "done: 2 steps" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
+def test_a_resumed_run_is_the_run_that_was_not_stopped():
     # a shell that runs the tests in the background ignores it
     before = signal.getsignal(signal.SIGINT)
-    whole = train(configuration("train.steps=8", run_dir="whole"), data=Walk())
-    stop = Callback(
-        "stop",
-        3,
-        lambda context: (
-            os.kill(os.getpid(), signal.SIGINT) if context.step == 3 else None
-        ),
-    )
-    part = train(
-        configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop]
-    )
-    assert part.stopped_by == signal.SIGINT
-    assert 3 <= part.step < 8
-    assert len(list((part.run_dir / "checkpoints").glob("[0-9]*"))) == 1
-    rest = train(
-        configuration("train.steps=8", run_dir="part"), data=Walk(), callbacks=[stop]
-    )
-    assert (rest.step, rest.stopped_by) == (8, None)
-    assert values(whole.run_dir) == values(rest.run_dir)
-    for a, b in zip(
-        jax.tree.leaves(whole.state.params),
-        jax.tree.leaves(rest.state.params),
-        strict=True,
-    ):
-        assert np.array_equal(a, b)
+    expected = train(tiny_config("train.steps=8", "run_dir=B"), data=Walk())
+    config, stop = tiny_config("train.steps=8"), signalled(signal.SIGINT, 3)
+    stopped = train(config, data=Walk(), callbacks=[stop])
+    assert stopped.stopped_by == signal.SIGINT
+    assert 3 <= stopped.step < 8
+    assert len(list((stopped.run_dir / "checkpoints").glob("[0-9]*"))) == 1
+    resumed = train(config, data=Walk())
+    assert (resumed.step, resumed.stopped_by) == (8, None)
+    assert values(expected.run_dir) == values(resumed.run_dir)
+    assert bits(expected.state.params) == bits(resumed.state.params)
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_texts_are_prepared_once_and_trained_on_in_another_thread_too():
     texts = [f"{i} and {i} are {2 * i}. " * 9 for i in range(300)]
-    config = configuration("train.steps=2", "data.val_fraction=0.1")
+    config = tiny_config("train.steps=2", "data.val_fraction=0.1")
     actual = train(config, data=texts)
     assert actual.step == 2
-    cache = config.data.cache_dir
-    prepared = sorted(os.listdir(cache))
-    assert (
-        sum(name.startswith("own-") and name.endswith(".jsonl") for name in prepared)
-        == 1
-    )
+    prepared = sorted(os.listdir(config.data.cache_dir))
+    given = [name for name in prepared if name.startswith("own-")]
+    assert [name.endswith(".jsonl") for name in given].count(True) == 1
     other = dataclasses.replace(config, run_dir="B")
-    entries = []
+    results = []
     # where no signal can be caught
     thread = threading.Thread(
-        target=lambda: entries.append(train(other, data=iter(texts)))
+        target=lambda: results.append(train(other, data=iter(texts)))
     )
     thread.start()
     thread.join()
-    assert entries[0].step == 2
-    assert sorted(os.listdir(cache)) == prepared
-
-
-def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():
-    def twice(context):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(
-            configuration("train.steps=6"),
-            data=Walk(),
-            callbacks=[Callback("twice", 2, twice)],
-        )
+    assert results[0].step == 2
+    assert sorted(os.listdir(config.data.cache_dir)) == prepared
 
 
 class Wide(Walk):
@@ -205,47 +149,37 @@ class Short(Walk):
         return super().batch(step)[:, 1 if step == 0 else 0 :]
 
 
+class Bare:
+    vocab_size, validation, batch = V, [], Walk.batch
+
+
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ("one text", "data is one text; expected a list"),
         (["a", 7], "text 1 is int"),
-        ([], "empty"),
         (Wide(), rf"batch\(3\) has ids from {V} to {2 * V - 1}; expected 0 to {V - 1}"),
         (Short(), r"batch\(0\) is int64 \[16, 32\]; expected integers \[16, 33\]"),
-        (
-            type(
-                "Bare", (), {"vocab_size": V, "validation": [], "batch": Walk.batch}
-            )(),
-            "a Bare has no batch in validation",
-        ),
+        (Bare(), "a Bare has no batch in validation"),
         (7, "a int has no vocab_size, validation, batch"),
     ],
 )
-def test_data_that_cannot_be_trained_on_is_a_user_error(data, said):
-    with pytest.raises(UserError, match=said):
-        train(configuration("train.steps=6"), data=data)
+def test_data_that_cannot_be_trained_on_is_a_user_error(data, message):
+    with pytest.raises(UserError, match=message):
+        train(tiny_config("train.steps=6"), data=data)
 
 
 def test_errors_are_exceptions_of_the_program():
     with pytest.raises(UserError, match="did you mean"):
         compose(["train.stepz=3"])
-    with pytest.raises(UserError, match="two callbacks are called 'samples'"):
-        train(
-            configuration(),
-            data=Walk(),
-            callbacks=[Callback("samples", 1, lambda context: None)],
-        )
+    twice = Callback("evaluation", 1, lambda context: None)
+    with pytest.raises(UserError, match="two callbacks are called 'evaluation'"):
+        train(tiny_config(), data=Walk(), callbacks=[twice])
 
     def diverge(context):  # as the watchdog does: test_runs.py
         raise Diverged("it did")
 
-    recorder = Recorder()
+    recorder, callbacks = Recorder(), [Callback("diverge", 1, diverge)]
     with pytest.raises(Diverged, match="it did"):
-        train(
-            configuration("train.steps=2"),
-            data=Walk(),
-            tracker=recorder,
-            callbacks=[Callback("diverge", 1, diverge)],
-        )
+        train(tiny_config(), data=Walk(), tracker=recorder, callbacks=callbacks)
     assert recorder.exit_code == 3

@@ -2,10 +2,8 @@
 what its sources are called."""
 
 import shutil
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from trainer.assembly.data import at_start_directory, build_data, source_names
 from trainer.config.composition import compose_config
@@ -15,28 +13,19 @@ TOKENIZER = """{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"[UNK
 "special": true, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false}]}"""
 
 
-@pytest.mark.parametrize("kind", ["text", "mix"])
 def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its_tokenizer(
-    kind, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
-    begun, elsewhere, run_dir = (
-        tmp_path / "begun",
-        tmp_path / "elsewhere",
-        tmp_path / "begun/runs/a",
-    )
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    run_dir = begun / "runs/a"
     for folder in (begun / "tokenizers", begun / "books", run_dir, elsewhere):
         folder.mkdir(parents=True)
     (begun / "tokenizers/tokenizer.json").write_text(TOKENIZER)
     (begun / "books/a.txt").write_text("cat sat " * 3000)
     monkeypatch.chdir(begun)
-    source = "data.paths=[books/]" if kind == "text" else "data.sources=[books/]"
-    more = [
-        "data.tokenizer=tokenizers",
-        "run_dir=runs/a",
-        "train.batch_tokens=256",
-        "compile_cache=null",
-    ]
-    c = compose_config([f"data={kind}", source, *more])
+    keys = ["data=mix", "data.sources=[books/]", "data.tokenizer=tokenizers"]
+    keys += ["run_dir=runs/a", "train.batch_tokens=256", "compile_cache=null"]
+    c = compose_config(keys)
     data = build_data(c)
     tokens = np.array(data.train.batch(0).tokens)
     data.tokenizer.save(run_dir)
@@ -51,26 +40,6 @@ def test_the_data_of_a_run_are_found_from_elsewhere_and_without_the_files_of_its
         np.testing.assert_array_equal(rebuilt.train.batch(0).tokens, tokens)
         shutil.rmtree(begun / "tokenizers", ignore_errors=True)
     assert list(elsewhere.iterdir()) == []
-
-
-def test_a_run_behind_a_link_was_begun_where_the_link_is(tmp_path, monkeypatch):
-    (tmp_path / "disk/runs/a").mkdir(parents=True)
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "here/runs").symlink_to(tmp_path / "disk/runs")
-    monkeypatch.chdir(tmp_path / "here")
-    c = compose_config(
-        ["data=text", "data.paths=[books/]", "run_dir=runs/a", "data.cache_dir=cache"]
-    )
-    for run_dir in ("runs/a", tmp_path / "disk/runs/a"):
-        with at_start_directory(c, Path(run_dir)) as actual:
-            assert (actual, Path.cwd()) == (c, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "there")
-    with at_start_directory(c, Path("../here/runs/a")) as actual:
-        assert (actual.data.cache_dir, Path.cwd()) == (
-            str(tmp_path / "here/cache"),
-            tmp_path / "here",
-        )
 
 
 def test_a_source_is_called_by_the_end_of_its_path_however_that_is_given(

@@ -1,20 +1,17 @@
 """Both sharpnesses: the box's vertex against a numerical optimiser, the critical rate
 against steps that are taken."""
 
-import dataclasses
 import functools
+import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precisions import SPEC, batch, copied, hyper, workload
-from scipy.optimize import minimize
+from precisions import batch, copied, hyper, workload
 
 from scalify_core import asarray
-from trainer.data import Batch
-from trainer.models.llama.spec import LlamaSpec
 from trainer.observe.numerics import stored_gradients
 from trainer.observe.sharpness import (
     MAX_PASSES,
@@ -24,66 +21,34 @@ from trainer.observe.sharpness import (
     make_sharpness,
     worst_logits,
 )
-from trainer.parallel.mesh import make_mesh, place_batch, replicated
 from trainer.step.state import from_checkpoint_form
 from trainer.workload import compile_step, first_state
 
-LLAMA = LlamaSpec(
-    vocab_size=64,
-    context=16,
-    n_layer=2,
-    n_head=2,
-    n_kv_head=1,
-    d_model=32,
-    tied=False,
-    scan_layers=True,
-)
-SPLIT = dataclasses.replace(LLAMA, n_kv_head=2)
 LR = 1e-2
 
 
 @pytest.mark.parametrize("radius", [5e-4, 0.3])
-@pytest.mark.parametrize("seed", range(4))
-def test_no_point_of_the_box_that_an_optimiser_finds_is_above_the_vertex(seed, radius):
-    random = np.random.default_rng(seed)
-    z, target = random.normal(scale=3.0, size=6), int(random.integers(6))
-    room = radius * (np.abs(z) + 1)
-
-    def loss(x):
-        return float(np.log(np.sum(np.exp(x))) - x[target])
-
-    def gradient(x):
-        return np.exp(x) / np.sum(np.exp(x)) - np.eye(6)[target]
-
-    bounds = list(zip(z - room, z + room, strict=True))
-    starts = [z, *(random.uniform(z - room, z + room) for _ in range(4))]
-    settings = {
-        "bounds": bounds,
-        "method": "L-BFGS-B",
-        "options": {"ftol": 1e-15, "gtol": 1e-12},
-    }
-    actual = [
-        minimize(lambda x: -loss(x), x, jac=lambda x: -gradient(x), **settings)
-        for x in starts
-    ]
-    best = max(-result.fun for result in actual)
+def test_no_corner_of_the_box_has_a_larger_loss_than_the_one_found(radius):
+    """The loss is convex, so that none of its other points has one either."""
+    random = np.random.default_rng(0)
+    logits = random.normal(scale=3.0, size=(4, 6))
+    targets = random.integers(6, size=4)
     with jax.enable_x64(True):
-        vertex = np.asarray(
-            worst_logits(jnp.asarray(z)[None], jnp.asarray([target]), radius)
-        )[0]
-    assert loss(vertex) >= best - 1e-12
-    assert loss(vertex) == pytest.approx(best, rel=1e-9)
-    assert np.all(np.abs(vertex - z) <= room * (1 + 1e-12))
+        worst = np.asarray(
+            worst_logits(jnp.asarray(logits), jnp.asarray(targets), radius)
+        )
+    signs = np.array(list(itertools.product((-1, 1), repeat=6)))
+    for z, target, found in zip(logits, targets, worst, strict=True):
+        room = radius * (np.abs(z) + 1)
+        corners = z + signs * room
+        losses = np.log(np.exp(corners).sum(1)) - corners[:, target]
+        np.testing.assert_allclose(found, corners[losses.argmax()], rtol=1e-12)
 
 
 def counted(rise):
-    requests = []
-
-    def of(eta):
-        requests.append(eta)
-        return rise(eta)
-
-    return of, requests
+    """A function that notes each rate at which it is asked for the rise."""
+    rates = []
+    return lambda eta: rates.append(eta) or rise(eta), rates
 
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 30.0])
@@ -97,23 +62,19 @@ def counted(rise):
     ],
 )
 def test_the_critical_rate_is_where_the_loss_is_what_it_was(rise, right, start):
-    requests, etas = counted(rise)
-    actual = critical_rate(requests, start)
-    assert len(etas) <= MAX_PASSES
+    rise_at, rates = counted(rise)
+    actual = critical_rate(rise_at, start)
+    assert len(rates) <= MAX_PASSES
     # Far from the start some halvings of the bracket are left out.
     tolerance = 2 * RATE_TOLERANCE if start == 1.0 else 0.25
     assert actual == pytest.approx(right, rel=tolerance)
 
 
 def test_a_loss_that_never_rises_has_the_largest_rate_tried_and_one_that_only_rises_none():
-    requests, etas = counted(lambda eta: -eta)
-    assert critical_rate(requests, 1.0) == max(etas)
-    assert len(etas) == MAX_PASSES
+    rise_at, rates = counted(lambda eta: -eta)
+    assert critical_rate(rise_at, 1.0) == max(rates)
+    assert len(rates) == MAX_PASSES
     assert critical_rate(lambda eta: eta, 1.0) == 0
-    # no pass is taken without need
-    requests, etas = counted(lambda eta: eta - 0.98)
-    critical_rate(requests, 1.0)
-    assert len(etas) < MAX_PASSES
 
 
 def figures(w, state, tokens, step):
@@ -154,31 +115,3 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     assert actual == pytest.approx(
         100 * float((worst - before) / (1 + before)), rel=1e-2
     )
-
-
-@pytest.mark.slow  # sums over devices: parallel/test_distribute.py
-@pytest.mark.parametrize(
-    ("spec", "sizes"),
-    [(SPEC, (1, 4)), (SPLIT, (2, 2, 2))],
-    ids=["gpt2-fsdp", "llama-tensor"],
-)
-def test_a_split_state_is_as_sharp_as_a_whole_one(spec, sizes):
-    rows = []
-    for mesh in (make_mesh(1), make_mesh(*sizes)):
-        w = workload("fp32", spec=spec)._replace(mesh=mesh)
-        ids = np.random.default_rng(0).integers(
-            0, 64, (16, spec.context + 1), dtype=np.int32
-        )
-        tokens, state = (
-            place_batch(Batch(ids, None), accum=1, mesh=mesh),
-            first_state(w, seed=0),
-        )
-        whole = dataclasses.replace(
-            state, params=jax.device_put(state.params, replicated(mesh))
-        )
-        grads = jax.jit(functools.partial(stored_gradients, w))(
-            whole, tokens, np.int32(0)
-        )[0]
-        rows.append(make_sharpness(w, LR)(state, grads, tokens, 0))
-    for name in ("sharpness/logits", "sharpness/critical"):
-        assert rows[1][name] == pytest.approx(rows[0][name], rel=1e-2), name

@@ -25,16 +25,15 @@ from trainer.parallel.distribute import (
     reductions_over,
     squared_norms_over,
 )
-from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
+from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.sharding import (
     param_specs,
     partition_specs,
 )
 from trainer.step.step import sequence_keys
 from trainer.workload import (
-    abstract_state,
     first_state,
-    lower_step,
+    reductions_of,
 )
 
 SPEC = GPT2Spec(
@@ -165,25 +164,6 @@ def test_squares_and_the_largest_of_split_arrays_are_those_of_the_whole():
     )(*leaves)
     expected = [times * np.abs(x).max() for x in arrays for times in (1, 2)]
     assert largest.tolist() == expected
-
-
-@pytest.mark.slow  # the statistics themselves: above
-def test_of_moments_split_along_any_axis_only_statistics_are_moved(monkeypatch):
-    """In what a step does after the gradient, which is not computed here."""
-
-    def weights_as_gradient(value_and_grad, params, scaling, batch, keys):
-        return jnp.float32(0), params, None
-
-    monkeypatch.setattr(
-        "trainer.parallel.distribute.gradient_over", lambda *_: weights_as_gradient
-    )
-    w = workload("scalify_fp8_fp16", (1, 1, 4))
-    batch = abstract_batch(1, 4, SPEC.context, document_mask=False, mesh=w.mesh)
-    moved = Program(lower_step(w, batch).compile().as_text()).collectives
-    arrays = len(jax.tree.leaves(abstract_state(w, 1.0)))
-    assert any(c.op == "all-reduce" for c in moved)
-    # FP32 numbers, of each device one for each array.
-    assert max(c.bytes for c in moved) <= 4 * 4 * arrays
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,6 @@ def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_th
     assert describe_fitting(Fitting(90, 95)) == "90 to 95 sequences"
 
 
-def test_a_need_that_bends_is_searched_to_the_end():
-    # the optimizer's moment decides for small batches
-    need = lambda b: max(400, 100 + 30 * b)
-    for start, limit, best in ((2, 1000, 30), (8, 399, 0), (8, 400, 10)):
-        assert largest_that_fits(need, start, limit) == (best, best)
-
-
 @pytest.mark.parametrize("bend", [20, 300, 3000])
 @pytest.mark.parametrize("room", [1_000, 500_000, 5_000_000])
 def test_a_need_that_is_flat_and_then_steep_takes_few_compilations(bend, room):

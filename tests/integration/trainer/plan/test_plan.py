@@ -13,7 +13,6 @@ import pytest
 
 from trainer.assembly.build import build_model, check_fp8
 from trainer.cli import plan as script
-from trainer.compiled.classes import FP8, GAPS
 from trainer.compiled.fp8 import (
     Gpu,
     check_device,
@@ -28,7 +27,7 @@ from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
-from trainer.plan.aot import live_at_peak, make_target_mesh
+from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Hardware, collective_seconds, extrapolate, gemm_seconds
 from trainer.plan.plan import is_extrapolated
 from trainer.plan.targets import TARGETS, get_target
@@ -107,26 +106,6 @@ def test_what_does_not_fit_names_keys_to_try_and_is_not_compared(
     assert f"\n  to try: {tried}" in out
     assert "bf16" not in out + err
     assert "the vocabulary of data.tokenizer=byte: 256 ids" in err
-
-
-def test_a_prediction_has_every_kernel_and_is_slower_than_the_roofline(flagship):
-    figures = flagship.as_json()
-    actual = figures["predicted"]
-    kinds = actual["classes"]
-    launches = {kind: row["launches"] for kind, row in kinds.items()}
-    assert launches.pop(GAPS) == sum(launches.values()) == figures["kernels"]
-    assert launches[FP8] == 12
-    assert actual["seconds"] == pytest.approx(
-        sum(row["seconds"] for row in kinds.values())
-    )
-    assert actual["seconds"] > figures["roofline_seconds"]
-    assert actual["tokens_per_s"] * actual["seconds"] == pytest.approx(2 * 2 * 64)
-    assert actual["times_as_fast_as_bf16"] is actual["classes_bf16"] is None
-    beside = flagship._replace(bf16=flagship.measured)
-    text = "\n".join(script.predicted_lines(beside))
-    assert "1.000 times as fast as bf16" in text
-    cells = f"{1e3 * kinds[FP8]['seconds']:.2f} | 12"
-    assert f"| FP8 products | {cells} | {cells} |" in text
 
 
 def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
@@ -217,12 +196,8 @@ def test_a_missing_product_is_told_by_its_size():
     assert layer.reason.startswith(reason)
     with pytest.raises(UserError, match=r"for NVIDIA H200, h\.0\.attn\.c_attn is not"):
         check_step(model, program, 128, H200, require=None)
-    ada = Gpu("NVIDIA L4", (8, 9))  # has FP8, but is not asked for it
-    for gpu, require in ((H200, False), (ada, None)):
-        lines = check_step(model, program, 128, gpu, require=require).lines
-        assert "not FP8: h.0.attn.c_attn" in lines[1]
-    with pytest.raises(UserError, match="for NVIDIA L4"):
-        check_step(model, program, 128, ada, require=True)
+    lines = check_step(model, program, 128, H200, require=False).lines
+    assert "not FP8: h.0.attn.c_attn" in lines[1]
     recomputed = [gemm for gemm in gemms[2:] if gemm.sizes != (1, 64, 192, 128)] * 2
     program.gemms = [*gemms[:2], *recomputed]
     (layer,) = not_fp8(model, program, 128, None)
@@ -271,46 +246,6 @@ def test_peak_rates_of_every_target_are_known(name):
     fp8 = compose_config(["precision=fp8_current"]).precision.policy
     lacks_fp8 = bool(Gpu(target.device, target.capability).lacks(fp8))
     assert (peak_flops(target.device, jnp.float8_e4m3fn) is None) == lacks_fp8
-
-
-ASSIGNMENT = """BufferAssignment:
-allocation 6: size 64, page 0, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
- value: <1 state.1 @0> (size=64,offset=0): f32[16]{0}
-allocation 7: size 20, page 0, preallocated-temp:
- value: <2 add.1 @0> (size=8,offset=0): f32[2]{0}
- value: <3 add.2{0} @0> (size=4,offset=8): f8e4m3fn[2,2]{1,0}
- value: <4 in_place.1 @0> (size=4,offset=8): f8e4m3fn[4]{0}
- value: <5 pair.1{} @0> (size=16,offset=16): (f32[2]{0}, f8e4m3fn[4]{0})
- value: <7 while.1{2} (phi) @0> (size=32,offset=32): f32[8]{0}
-allocation 8: size 4, page 0, thread-local:
- value: <6 inner.1 @0> (size=4,offset=0): f32[1]{0}
-"""
-
-
-@pytest.mark.parametrize(
-    ("ranges", "held"),
-    [
-        (["state.1{}:0-9", "add.1{}:1-3", "add.2{0}:2-3"], ["add.1", "add.2{0}"]),
-        (["add.1{}:1-2", "add.2{0}:3-4"], ["add.1"]),  # one after the other
-        (["add.1{}:1-9", "while.1{2}:3-4"], ["while.1{2}", "add.1"]),
-        # both in one place
-        (["add.1{}:1-9", "add.2{0}:2-4", "in_place.1{}:4-6"], ["add.1", "add.2{0}"]),
-        (["add.1{}:1-3", "pair.1{}:5-6", "inner.1{}:2-4"], ["pair.1{}"]),
-    ],
-)
-def test_what_is_held_at_the_peak(ranges, held):
-    actual = live_at_peak(
-        ASSIGNMENT,
-        "\n".join(["  BufferLiveRange:", *(f"    {line}" for line in ranges)]),
-    )
-    assert [buffer.name for buffer in actual] == held
-    shapes = {
-        "add.1": ("f32", (2,)),
-        "add.2{0}": ("f8e4m3fn", (2, 2)),
-        "pair.1{}": ("", ()),
-        "while.1{2}": ("f32", (8,)),
-    }
-    assert [buffer.shape for buffer in actual] == [shapes[name] for name in held]
 
 
 @pytest.mark.parametrize(

@@ -302,35 +302,32 @@ def test_gradients_of_chosen_layers_are_in_e4m3():
     assert casts_to_e5m2(("h.*.mlp.*",)) == 2
 
 
+def product(policy, x, w, *scales):
+    """The product that a policy gives an FP32 layer, of arrays, or of their data at
+    scales."""
+    dot = dot_general_for(policy, ["h.0"], keep_weights=False)("h.0")
+    multiply = lambda a, b: dot(a, b, (((1,), (0,)), ((), ())))
+    if not scales:
+        return multiply(x, w)
+    operands = map(ScaledArray, (x, w), map(np.float32, scales))
+    return asarray(scalify(multiply, scales="static")(*operands))
+
+
 def test_an_outlier_beyond_the_format_is_shared_out():
     """1500, above 448, is 375 in each of 16 mixed channels: rounded to E4M3's four
     digits, and not clipped."""
-    x, w = np.zeros((16, 32), np.float32), np.ones((32, 16), np.float32)
-    x[0, 3] = 1500
-
-    def multiplied(**changes):
-        layers = dot_general_for(
-            policy("scalify_fp8", **changes), ["h.0"], keep_weights=False
-        )
-        multiply = lambda a, b: layers("h.0")(a, b, (((1,), (0,)), ((), ())))
-        scaled = [ScaledArray(jnp.asarray(a), np.float32(1)) for a in (x, w)]
-        return np.asarray(asarray(scalify(multiply, scales="static")(*scaled)))
-
-    assert np.all(multiplied()[0] == 448)
-    np.testing.assert_allclose(multiplied(hadamard=16)[0], 1500, rtol=2 * 2.0**-4)
+    x, w = jnp.zeros((16, 32)).at[0, 3].set(1500), jnp.ones((32, 16))
+    assert np.all(product(policy("scalify_fp8"), x, w, 1, 1)[0] == 448)
+    mixed = product(policy("scalify_fp8", hadamard=16), x, w, 1, 1)
+    np.testing.assert_allclose(mixed[0], 1500, rtol=2 * 2.0**-4)
 
 
 @pytest.mark.parametrize(("form", "expected"), [("e3m2", 2.0), ("e3m2t", 1.75)])
 def test_a_simulated_product_truncates_where_its_format_says_so(form, expected):
     """1.9 lies between 1.75 and 2. Times 2^-12 it is below all numbers of E3M2, which a
     scale of 2^-12 makes up for."""
-    layer = "h.0.mlp.c_fc"
     simulated = policy("sim", forward=form, backward="e5m2")
-    dot = dot_general_for(simulated, [layer], keep_weights=False)(layer)
-    multiply = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
     x, w = jnp.ones((1, 1)), jnp.full((1, 1), 1.9)
-    assert float(multiply(x, w)[0, 0]) == expected
-    assert float(multiply(x, w * 2.0**-12)[0, 0]) == 0
-    scaled = [ScaledArray(x, np.float32(1)), ScaledArray(w, np.float32(2.0**-12))]
-    product = asarray(scalify(multiply, scales="static")(*scaled))
-    assert float(product[0, 0]) == expected * 2.0**-12
+    assert product(simulated, x, w)[0, 0] == expected
+    assert product(simulated, x, w * 2.0**-12)[0, 0] == 0
+    assert product(simulated, x, w, 1, 2.0**-12)[0, 0] == expected * 2.0**-12

@@ -1,7 +1,6 @@
 """A context is a limit: weights of a run and of Hugging Face's files, by a preset and
 by `model=from_init`, are taken into a shorter one."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,32 +16,27 @@ FROM_INIT = ["model=from_init", "model.dropout=0"]
 OTHER = ["compile_cache=null", "parallel.data=1", "run_dir=new"]
 
 
-def first_state(model, context):
+def first_state(given, model, context):
     """The workload and the state before step 0, in a context."""
-    sizes = [f"model.context={context}", "train.batch_tokens=64", "init_from=given"]
+    sizes = [f"model.context={context}", "train.batch_tokens=64", f"init_from={given}"]
     c = compose_config([*model, *sizes, *OTHER])
     w = build_workload(c)
     return w, build_state(c, w)
 
 
-@pytest.mark.parametrize(
-    ("kind", "model"), [("run", FROM_INIT), ("Hugging Face", SIZES)]
-)
+@pytest.mark.parametrize("kind", ["run", "Hugging Face"])
 def test_weights_are_taken_into_a_shorter_context(
-    finished_run, tmp_path, monkeypatch, model, kind
+    finished_run, tmp_path, monkeypatch, kind
 ):
-    folder, _ = finished_run
-    monkeypatch.chdir(folder)
-    given = Path("given")
+    monkeypatch.chdir(tmp_path)
+    Path("A").symlink_to(finished_run[0] / "A")
     if kind == "run":
-        given.symlink_to("A")
+        given, model = "A", FROM_INIT
     else:
+        given, model = "exported", SIZES
         assert export(["run_dir=A", f"out={given}"]) == 0
-    try:
-        w, state = first_state(model, 8)
-        with pytest.raises(UserError, match="learned positions for 32 tokens"):
-            first_state(model, 64)
-    finally:
-        given.unlink() if kind == "run" else shutil.rmtree(given)
+    w, state = first_state(given, model, 8)
+    with pytest.raises(UserError, match="learned positions for 32 tokens"):
+        first_state(given, model, 64)
     assert state.params["wpe"]["embedding"].shape == (8, 32)
     assert w.model.spec.context == 8

@@ -238,16 +238,6 @@ def test_the_iteration_of_a_scan_is_named_counted_from_the_front():
         assert (finding.operation, finding.path) == ("log", where)
 
 
-def test_the_iteration_of_a_while_loop_is_named():
-    finding = first_finding(
-        lambda c: jax.lax.while_loop(
-            lambda s: s[0] < 9, lambda s: (s[0] + 1, jnp.sqrt(s[1] - 1.0)), (0, c)
-        ),
-        jnp.float32(1.5),
-    )
-    assert (finding.operation, finding.path) == ("sqrt", "while[1]")
-
-
 def test_the_backward_pass_is_searched_too():
     # The square root is finite at 0, its derivative is not.
     finding = first_finding(
@@ -264,14 +254,6 @@ def test_a_mask_of_minus_infinity_is_no_finding():
         ).sum()
 
     assert first_nonfinite_operation(attention, jnp.ones((3, 3))) is None
-
-
-def test_a_nan_from_a_mask_is_found_when_nothing_else_is():
-    finding = first_finding(
-        lambda x: jax.nn.softmax(jnp.where(x > 5, x, -jnp.inf)), jnp.ones(3)
-    )
-    assert finding.operation == "sub"
-    assert "3 -inf of 3" in finding.operands[0]
 
 
 def test_float8_integers_and_keys_are_understood():

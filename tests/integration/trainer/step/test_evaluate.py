@@ -22,63 +22,39 @@ def mean_token(state, tokens, segments):
     return state * jnp.mean(tokens)
 
 
-def never():
-    return False
+def validated(step, losses, common, bytes_per_token=1.0):
+    return evaluate(
+        step,
+        jnp.float32(1),
+        batches(losses),
+        common_batches=common,
+        bytes_per_token=bytes_per_token,
+        should_stop=lambda: False,
+    )
 
 
 def test_a_validation_is_broken_off_between_two_batches():
     seen = []
-
-    def step(state, batch):
-        seen.append(batch)
-        return jnp.float32(1)
-
-    assert (
-        evaluate(
-            step,
-            None,
-            batches([1, 2, 3]),
-            common_batches=1,
-            bytes_per_token=1.0,
-            should_stop=lambda: len(seen) == 2,
-        )
-        is None
+    actual = evaluate(
+        lambda state, batch: seen.append(batch) or jnp.float32(1),
+        None,
+        batches([1, 2, 3]),
+        common_batches=1,
+        bytes_per_token=1.0,
+        should_stop=lambda: len(seen) == 2,
     )
+    assert actual is None
     assert len(seen) == 2
 
 
 def test_the_figures_are_means_over_batches_perplexity_and_bits_per_byte():
     step = jax.jit(make_eval_step(mean_token))
-    actual = evaluate(
-        step,
-        jnp.float32(1),
-        batches([1, 2, 6]),
-        common_batches=3,
-        bytes_per_token=2.0,
-        should_stop=never,
-    )
-    np.testing.assert_allclose(actual.row["val/loss"], 3.0, rtol=4 * EPS)
-    np.testing.assert_allclose(
-        actual.row["val/perplexity"], math.exp(3.0), rtol=16 * EPS
-    )
-    np.testing.assert_allclose(
-        actual.row["val/bits_per_byte"], 3 / math.log(2) / 2, rtol=8 * EPS
-    )
-
-
-def test_a_longer_validation_stays_comparable_with_the_others():
-    step = jax.jit(make_eval_step(mean_token))
-    short, long = (
-        evaluate(
-            step,
-            jnp.float32(1),
-            batches(losses),
-            common_batches=2,
-            bytes_per_token=1.0,
-            should_stop=never,
-        )
-        for losses in ([1, 2], [1, 2, 30, 40])
-    )
+    row = validated(step, [1, 2, 6], 3, bytes_per_token=2.0).row
+    names = ("val/loss", "val/perplexity", "val/bits_per_byte")
+    expected = [3.0, math.exp(3.0), 3 / math.log(2) / 2]
+    np.testing.assert_allclose([row[name] for name in names], expected, rtol=16 * EPS)
+    # A longer validation stays comparable with the others.
+    short, long = (validated(step, losses, 2) for losses in ([1, 2], [1, 2, 30, 40]))
     assert short.common_loss == long.common_loss == short.row["val/loss"]
     assert long.row["val/loss"] > short.row["val/loss"]
 
@@ -90,12 +66,7 @@ def test_micro_batches_are_evaluated_one_by_one_and_averaged():
 
 def test_a_text_of_one_letter_takes_hardly_a_bit_and_random_bytes_take_them_all():
     assert xz_bits_per_byte("a" * 100_000) < 0.02
-    noise = (
-        np.random.default_rng(0)
-        .integers(0, 128, 100_000)
-        .astype(np.uint8)
-        .tobytes()
-        .decode()
-    )
+    noise = np.random.default_rng(0).integers(0, 128, 100_000).astype(np.uint8)
+    noise = noise.tobytes().decode()
     assert 7 <= xz_bits_per_byte(noise) < 7.2
     assert math.isnan(xz_bits_per_byte(""))

@@ -7,7 +7,7 @@ import pytest
 from precisions import SPEC, workload
 
 from scalify_core import asarray
-from trainer.tasks.batching import LENGTHS, Sized, make_batches, merge_lengths
+from trainer.tasks.batching import LENGTHS, Sized, make_batches
 from trainer.tasks.scoring import Question, Scorer, cut
 from trainer.workload import first_state
 
@@ -15,12 +15,13 @@ CONTEXT = SPEC.context
 EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-def questions(count=21, seed=0):
-    rng = np.random.default_rng(seed)
-    ids = lambda low, high: rng.integers(
-        0, SPEC.vocab_size, int(rng.integers(low, high))
-    ).tolist()
-    return [Question(ids(1, 22), ids(1, CONTEXT + 1)) for _ in range(count)]
+def questions():
+    rng = np.random.default_rng(0)
+
+    def ids(high):
+        return rng.integers(0, SPEC.vocab_size, int(rng.integers(1, high))).tolist()
+
+    return [Question(ids(22), ids(CONTEXT + 1)) for _ in range(21)]
 
 
 def test_what_is_too_long_loses_its_beginning():
@@ -34,9 +35,8 @@ def test_what_is_too_long_loses_its_beginning():
 
 def test_batches_hold_all_rows_in_few_shapes():
     rng = np.random.default_rng(0)
-    sizes = [
-        Sized(int(t), int(rng.integers(1, t + 1))) for t in rng.integers(1, 1025, 500)
-    ]
+    lengths = [int(t) for t in rng.integers(1, 1025, 500)]
+    sizes = [Sized(t, int(rng.integers(1, t + 1))) for t in lengths]
     actual = make_batches(sizes, 8, 1024)
     assert sorted(row for part in actual for row in part.rows) == list(range(500))
     for part in actual:
@@ -45,25 +45,9 @@ def test_batches_hold_all_rows_in_few_shapes():
             assert sizes[row].tokens <= part.length <= 1024
             assert sizes[row].scored <= part.scored <= part.length
     tails = {min(part.scored, 1023) for part in actual}
-    assert len({(part.length, part.scored) for part in actual}) <= LENGTHS * len(tails)
-    assert sum(8 * part.length for part in actual) < 1.25 * sum(
-        size.tokens for size in sizes
-    )
-
-
-def test_lengths_are_raised_where_that_costs_the_least():
-    assert merge_lengths([64, 64, 48, 32]) == [64, 64, 48, 32]
-    assert merge_lengths([96, 64, 64, 48, 16, 16, 16]) == [96, 64, 64, 48, 16, 16, 16]
-    assert merge_lengths([96, 80, 64, 64, 64, 48, 16, 16]) == [
-        96,
-        80,
-        64,
-        64,
-        64,
-        64,
-        16,
-        16,
-    ]
+    shapes = {(part.length, part.scored) for part in actual}
+    assert len(shapes) <= LENGTHS * len(tails)
+    assert sum(8 * part.length for part in actual) < 1.25 * sum(lengths)
 
 
 # One of each way to scale; the step of the others: test_precision.py.
@@ -87,13 +71,10 @@ def test_the_batch_and_the_order_change_nothing():
     task = workload("fp32")
     state = first_state(task, 0)
     prompts = questions()
-    one, many = (
-        Scorer(task, batch)(state.params, state.scaling, prompts) for batch in (1, 8)
-    )
-    back = Scorer(task, 8)(state.params, state.scaling, prompts[::-1])[::-1]
+    one, many = (Scorer(task, n)(state.params, (), prompts) for n in (1, 8))
+    back = Scorer(task, 8)(state.params, (), prompts[::-1])[::-1]
     for a, b, c in zip(one, many, back, strict=True):
-        assert a.logprob == pytest.approx(b.logprob, rel=1e-5)
-        assert a.logprob == pytest.approx(c.logprob, rel=1e-5)
+        assert [b.logprob, c.logprob] == pytest.approx([a.logprob] * 2, rel=1e-5)
         assert a.greedy == b.greedy == c.greedy
 
 
