@@ -48,13 +48,14 @@ FLAGSHIP = "precision=scalify_fp8_fp16"
 
 
 class Case(NamedTuple):
-    """A run: its overrides beside COMMON, devices and processes. `after` another: that
-    run's directory is `{after}`."""
+    """A run: its overrides beside COMMON, devices and processes; and the case that it
+    begins with, whose directory has that case's name."""
 
     name: str
     args: list[str]
     devices: int = 1
     processes: int = 1
+    begins_with: str | None = None
 
 
 CASES = [
@@ -67,16 +68,11 @@ CASES = [
     Case("smooth_swiglu", [FLAGSHIP, "model.mlp=smooth_swiglu"]),
     Case("accum", [FLAGSHIP, "train.grad_accum_steps=2"]),
     Case("scan", [FLAGSHIP, "model.scan_layers=true", "model.remat=block"]),
-    Case("resume", ["resume=flagship", "train.steps=6", "run_dir=resumed"]),
+    Case("resume", ["resume=flagship", "train.steps=6"], begins_with="flagship"),
     Case(
         "convert",
-        [
-            "resume=fp32",
-            "resume.convert=true",
-            "train.steps=6",
-            "run_dir=converted",
-            FLAGSHIP,
-        ],
+        ["resume=fp32", "resume.convert=true", "train.steps=6", FLAGSHIP],
+        begins_with="fp32",
     ),
     Case("fsdp", [FLAGSHIP, "parallel=fsdp"], devices=8),
     Case("tensor", [FLAGSHIP, "parallel.tensor=2", "parallel.data=4"], devices=8),
@@ -107,14 +103,11 @@ def figures(run_dir: Path) -> dict[str, object]:
     from command import parameters, values
 
     rows = values(run_dir)
-    shown = {
-        name: [row[name] for row in rows if name in row]
-        for name in ("train/loss", "grad_norm", "val/loss")
-    }
-    return shown | {
-        "rows": digest(rows),
-        "state": digest(parameters(run_dir, rows[-1]["step"])),
-    }
+    shown = {}
+    for name in ("train/loss", "grad_norm", "val/loss"):
+        shown[name] = [row[name] for row in rows if name in row]
+    state = parameters(run_dir, rows[-1]["step"])
+    return shown | {"rows": digest(rows), "state": digest(state)}
 
 
 def digest(values: object) -> str:
@@ -132,67 +125,39 @@ def run_group(
     """
     from command import environment
 
+    from trainer.text import merge_overrides
+
     code = (
         "import json, sys; from trainer.cli.train import main\n"
         "for args in json.loads(sys.argv[1]):\n"
         "    if code := main(args): sys.exit(code)\n"
     )
+    _, _, devices, processes, _ = cases[0]
     cache = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', folder / 'cache')}"
-    several = cases[0].processes > 1
-    shared = ["parallel.distributed=true"] if several else []
+    shared = [cache, "parallel.distributed=true"] if processes > 1 else [cache]
     runs = [
-        [*COMMON, cache, f"run_dir={case.name}", *shared, *case.args] for case in cases
+        merge_overrides(COMMON, [*shared, f"run_dir={case.name}"], case.args)
+        for case in cases
     ]
-    runs = [
-        [arg for i, arg in enumerate(args) if key(arg) not in map(key, args[i + 1 :])]
-        for args in runs
-    ]
-    flags = {
-        "XLA_FLAGS": (
-            f"{XLA_FLAGS} --xla_force_host_platform_device_count={cases[0].devices}"
-        )
-    }
-    address = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": str(cases[0].processes),
-    }
-    return [
-        subprocess.Popen(
+    flags = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
+    variables = {"XLA_FLAGS": flags}
+    if processes > 1:
+        variables["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+        variables["JAX_NUM_PROCESSES"] = str(processes)
+    started = []
+    for i in range(processes):
+        if processes > 1:
+            variables["JAX_PROCESS_ID"] = str(i)
+        process = subprocess.Popen(
             [sys.executable, "-c", code, json.dumps(runs)],
             cwd=folder,
-            env=environment(
-                **flags, **(address | {"JAX_PROCESS_ID": str(i)} if several else {})
-            ),
+            env=environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i in range(cases[0].processes)
-    ]
-
-
-def key(argument: str) -> str:
-    """The key of an override."""
-    return argument.partition("=")[0]
-
-
-def directory(case: Case) -> str:
-    """The run directory of a case."""
-    return next(
-        (arg.partition("=")[2] for arg in case.args if key(arg) == "run_dir"), case.name
-    )
-
-
-def with_their_beginnings(names: Collection[str]) -> list[Case]:
-    """The cases of these names, and those whose checkpoints they begin with."""
-    begun = {
-        arg.partition("=")[2]
-        for case in CASES
-        if case.name in names
-        for arg in case.args
-        if key(arg) == "resume"
-    }
-    return [case for case in CASES if case.name in {*names, *begun}]
+        started.append(process)
+    return started
 
 
 def measure(folder: Path, names: Collection[str]) -> dict[str, dict[str, object]]:
@@ -200,31 +165,27 @@ def measure(folder: Path, names: Collection[str]) -> dict[str, dict[str, object]
     to `folder`."""
     import socket
 
-    wanted = with_their_beginnings(names)
-    for devices, processes in dict.fromkeys(
-        (case.devices, case.processes) for case in wanted
-    ):
-        cases = [
-            case
-            for case in wanted
-            if (case.devices, case.processes) == (devices, processes)
-        ]
+    begun = {case.begins_with for case in CASES if case.name in names}
+    wanted = [case for case in CASES if case.name in begun.union(names)]
+    groups: dict[tuple[int, int], list[Case]] = {}
+    for case in wanted:
+        groups.setdefault((case.devices, case.processes), []).append(case)
+    for cases in groups.values():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        started = run_group(folder, cases, port)
-        for process in started:
+        for process in run_group(folder, cases, port):
             output, _ = process.communicate(timeout=500)
             if process.returncode:
                 raise RuntimeError(f"{[case.name for case in cases]}: {output}")
-    return {case.name: figures(folder / directory(case)) for case in wanted}
+    return {case.name: figures(folder / case.name) for case in wanted}
 
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = XLA_FLAGS
     with tempfile.TemporaryDirectory() as made:
-        found = measure(Path(made), [case.name for case in CASES])
+        measured = measure(Path(made), [case.name for case in CASES])
     FIGURES.write_text(
-        json.dumps({"machine": machine(), "cases": found}, indent=1) + "\n"
+        json.dumps({"machine": machine(), "cases": measured}, indent=1) + "\n"
     )
-    print(f"{len(found)} cases written to {FIGURES}")
+    print(f"{len(measured)} cases written to {FIGURES}")
