@@ -56,6 +56,8 @@ def test_a_run_stopped_on_both_sides_of_a_border_is_the_same_run(tmp_path):
     assert not [name for name in moments if "kernel" in name]
 
 
+# its arithmetic: unit/trainer/precision/test_blocks.py; borders: precision/test_kahan.py
+@pytest.mark.slow
 def test_four_bits_end_with_a_wide_forward_pass(tmp_path):
     """The late switch of NVIDIA's recipe, as docs/precision.md has it."""
     given = [

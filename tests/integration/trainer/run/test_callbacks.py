@@ -139,11 +139,21 @@ def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeyp
     assert [entry[0] for entry in record] == ["event", "save"]
 
 
-def test_two_callbacks_cannot_write_the_same_figure(monkeypatch):
-    for figures in ({"train/loss": 1.0}, {"first/figure": 1.0}):
-        second = Callback("second", 10, lambda context, row=figures: row)
-        with pytest.raises(ValueError, match="would be in the row twice"):
-            Recording([look("first"), second]).settle(monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train/loss", "would be in the row twice"),
+        ("first/figure", "would be in the row twice"),
+        ("event", "cannot be called event"),
+        ("numerics/mine", "cannot be called numerics/mine"),
+    ],
+)
+def test_a_figure_that_the_row_or_the_log_cannot_have_is_refused(
+    monkeypatch, name, message
+):
+    second = Callback("second", 10, lambda context: {name: 1.0})
+    with pytest.raises(ValueError, match=message):
+        Recording([look("first"), second]).settle(monkeypatch)
 
 
 @pytest.mark.parametrize("value", [True, np.float64(1.7e308), np.int64(3), np.inf])
