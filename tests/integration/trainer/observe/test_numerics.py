@@ -196,7 +196,8 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     assert not (tmp_path / "B" / "numerics").exists()
 
 
-@pytest.mark.parametrize(("preset", "layers"), [("scalify_mxfp8", 1), slow("mxfp8", 2)])
+@pytest.mark.slow  # the figures: unit/trainer/precision/test_blocks.py
+@pytest.mark.parametrize(("preset", "layers"), [("scalify_mxfp8", 1), ("mxfp8", 2)])
 def test_operands_in_blocks_have_figures_of_their_blocks(preset, layers):
     """Two layers are scanned."""
     scan = layers == 2

@@ -108,6 +108,13 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
         assert np.abs(r).max() <= 4 * spacing(4 * x, diloco).max()
 
 
+def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own():
+    _, lost, _ = exchanged(PLAIN, tensors())
+    _, other, _ = exchanged(PLAIN, tensors(), first=len(SHAPES))
+    # Independent roundings lose alike no more often than chance has it.
+    assert np.mean(lost[2] == other[2]) < 0.75
+
+
 def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_nothing():
     diloco = PLAIN._replace(replicas=8, participants=3, format="fp32")
     seen = set()

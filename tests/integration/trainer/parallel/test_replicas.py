@@ -132,16 +132,6 @@ def test_replicas_differ_inside_a_round_and_have_the_outer_weights_after_it():
     assert any(np.any(np.asarray(x)) for x in leaves(state.diloco.residuals))
 
 
-def test_the_average_of_replicas_is_that_of_their_weights():
-    inside, _ = trained(1, AVERAGE)
-    _, _, step = made(AVERAGE)
-    after = step.exchanges[0](copied(inside), np.int32(2), np.uint32(0))
-    mean = jax.tree.map(
-        lambda x: np.asarray(x, np.float64).mean(0), inside.diloco.states.params
-    )
-    assert_close(after.params, mean, roundings=4)
-
-
 @pytest.mark.slow  # on one device: the others
 def test_a_replica_may_be_several_devices():
     alone, losses = trained(3, AVERAGE)

@@ -7,7 +7,9 @@ from trainer.compiled.classes import (
     ELEMENTWISE,
     FP8,
     GAPS,
+    PRODUCTS,
     REDUCTIONS,
+    TRANSPOSES,
     UPDATE,
 )
 from trainer.compiled.hlo import Program
@@ -15,10 +17,12 @@ from trainer.compiled.operations import Gemm
 from trainer.plan.figures import Hardware
 from trainer.plan.targets import get_target
 from trainer.plan.times import (
+    BOTH_ORDERS,
     GAP_US,
     RATES,
     exposed_seconds,
     fill,
+    kernel_predictions,
     predicted,
 )
 
@@ -164,3 +168,47 @@ def test_a_collective_is_hidden_by_the_kernels_up_to_its_end_each_of_them_once()
 def test_a_product_of_few_tiles_leaves_multiprocessors_without_work(sizes, share):
     gemm = Gemm("cublas", "fp8", ("f8e4m3fn", "f8e4m3fn"), sizes, "", "dot", times=1)
     assert fill(gemm, H100) == pytest.approx(share)
+
+
+# A matrix of bytes that is transposed, one that is written in both orders, and a product
+# that is added to what its result held.
+ORDERS = """HloModule m
+
+%turn (p: f8e5m2[8192,4096]) -> f8e5m2[4096,8192] {
+  %p = f8e5m2[8192,4096]{1,0} parameter(0)
+  ROOT %t = f8e5m2[4096,8192]{1,0} transpose(%p), dimensions={1,0}
+}
+
+%both (p.1: f16[8192,4096]) -> (f8e5m2[4096,8192], f8e5m2[8192,4096]) {
+  %p.1 = f16[8192,4096]{1,0} parameter(0)
+  %c = f8e5m2[8192,4096]{1,0} convert(%p.1)
+  %t.1 = f8e5m2[4096,8192]{1,0} transpose(%c), dimensions={1,0}
+  ROOT %two = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) tuple(%t.1, %c)
+}
+
+ENTRY %main (x: f16[8192,4096], h: f16[4096,8192], s: f32[4096,4096]) -> f32[4096,4096] {
+  %x = f16[8192,4096]{1,0} parameter(0)
+  %h = f16[4096,8192]{1,0} parameter(1)
+  %s = f32[4096,4096]{1,0} parameter(2)
+  %fusion.1 = (f8e5m2[4096,8192]{1,0}, f8e5m2[8192,4096]{1,0}) fusion(%x), kind=kInput, calls=%both, metadata={op_name="jvp()/both"}
+  %rows = f8e5m2[8192,4096]{1,0} get-tuple-element(%fusion.1), index=1
+  %fusion.2 = f8e5m2[4096,8192]{1,0} fusion(%rows), kind=kInput, calls=%turn, metadata={op_name="jvp()/turn"}
+  ROOT %sum = f32[4096,4096]{1,0} custom-call(%h, %x, %s), custom_call_target="__cublas$lt$matmul", metadata={op_name="jvp()/d"}, backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+}
+"""
+
+
+def test_transposes_and_sums_take_what_a_profile_showed():
+    program = Program(ORDERS)
+    actual = {k.name: s for k, s in kernel_predictions(program, H100)}
+    elements, rate = 8192 * 4096, RATES[TRANSPOSES]
+    both, one = 4 * elements / BOTH_ORDERS, 2 * elements / rate.bytes
+    for name, moved in (("fusion.1", both), ("fusion.2", one)):
+        assert actual[name] == pytest.approx(moved / 3.35e12 + rate.fixed_us * 1e-6)
+    # Its result is read and written after the product.
+    (gemm,) = program.gemms
+    rate = RATES[PRODUCTS]
+    product = 2 * 4096**2 * 8192 / 989.4e12 / rate.flops / fill(gemm, H100)
+    moved = (2 * 2 * elements + 2 * 4 * 4096**2) / 3.35e12 / rate.bytes
+    expected = product + moved + rate.fixed_us * 1e-6
+    assert actual["sum"] == pytest.approx(expected, rel=1e-3)
