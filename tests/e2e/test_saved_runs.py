@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import parameters, values
 from golden.cases import machine
 
 from trainer.cli import evaluate, export
 from trainer.cli.train import main
-from trainer.observe.records import read_rows
 
 SAVED = Path(__file__).resolve().parents[1] / "data" / "saved_by_7ef3f38"
 EXPECTED = json.loads((SAVED / "expected.json").read_text())
@@ -33,15 +33,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def in_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
-
-
-def checksums(run_dir, step):
-    manifest = json.loads(
-        next(
-            (run_dir / "checkpoints" / str(step) / "manifest").rglob("metadata")
-        ).read_text()
-    )
-    return {name: leaf["checksum"] for name, leaf in manifest["leaves"].items()}
 
 
 def assert_losses(actual, expected):
@@ -74,13 +65,9 @@ def test_a_saved_run_is_resumed_bit_exactly(folder, tmp_path, name):
     """On a copy, since evaluation and export are of step 2."""
     shutil.copytree(SAVED / name, tmp_path / name)
     assert main([f"resume={tmp_path / name}"]) == 0
-    rows = [
-        row
-        for row in read_rows(tmp_path / name / "metrics.jsonl")
-        if "event" not in row
-    ]
-    assert_losses([row["train/loss"] for row in rows], RUNS[name]["losses"])
+    losses = [row["train/loss"] for row in values(tmp_path / name)]
+    assert_losses(losses, RUNS[name]["losses"])
     if SAME_MACHINE:
-        assert list(checksums(tmp_path / name, 4).values()) == list(
-            RUNS[name]["checksums"].values()
-        )
+        leaves = parameters(tmp_path / name, 4).values()
+        stored = RUNS[name]["checksums"].values()
+        assert [leaf["checksum"] for leaf in leaves] == list(stored)
