@@ -52,42 +52,36 @@ def processes_of_starts(run_dir):
 def test_a_killed_worker_node_and_command_change_no_bit(tmp_path):
     settings = lost_machines.Arguments(str(tmp_path / "out"), 3, precision="fp32")
     lost_machines.main(settings)  # raises an error for each difference
-    said = (tmp_path / "out" / "disturbed.log").read_text()
-    assert said.count("of 2 has failed (") == 2
-    assert "done: 150 steps" in said
+    output = (tmp_path / "out" / "disturbed.log").read_text()
+    assert output.count("of 2 has failed (") == 2
+    assert "done: 150 steps" in output
 
 
 DILOCO = ["parallel=diloco", "diloco.replicas=2", "diloco.quorum=1"]
 DILOCO += ["diloco.sync_every=5"]
 
 
-@pytest.mark.parametrize("parallel", [[], DILOCO], ids=["fsdp", "diloco"])
-def test_a_run_goes_on_without_a_killed_node_and_takes_another_in(
-    nodes, tmp_path, parallel
-):
+def test_a_run_goes_on_without_a_killed_node_and_takes_another_in(nodes, tmp_path):
+    """A state that is split: test_a_killed_worker_node_and_command_change_no_bit."""
     run_dir = tmp_path / "A"
-    process = on_ray(nodes, tmp_path, "launcher.resize_seconds=2", *parallel)
+    process = on_ray(nodes, tmp_path, "launcher.resize_seconds=2", *DILOCO)
     until(lambda: len(rows(run_dir)) > 20, process)
-    nodes.kill()
-    until(lambda: len(processes_of_starts(run_dir)) == 2, process)
-    count = len(rows(run_dir))
-    until(lambda: len(rows(run_dir)) > count + 5, process)
-    nodes.add()
-    until(lambda: len(processes_of_starts(run_dir)) == 3, process)
-    count = len(rows(run_dir))
-    until(lambda: len(rows(run_dir)) > count + 5, process)
+    for starts, change in ((2, nodes.kill), (3, nodes.add)):
+        change()
+        until(lambda n=starts: len(processes_of_starts(run_dir)) == n, process)
+        count = len(rows(run_dir))
+        until(lambda n=count: len(rows(run_dir)) > n + 5, process)
     process.send_signal(signal.SIGTERM)
-    said = finish(process, code=143)
+    output = finish(process, code=143)
     assert processes_of_starts(run_dir) == [f"processes: {n}" for n in (2, 1, 2)]
-    assert "of 2 has failed (" in said
-    assert "the cluster has room for 2 workers: saving a checkpoint" in said
-    assert "Traceback" not in said
+    assert "of 2 has failed (" in output
+    assert "the cluster has room for 2 workers: saving a checkpoint" in output
+    assert "Traceback" not in output
     steps = [row["step"] for row in rows(run_dir)]
     assert steps == list(range(1, len(steps) + 1))
-    assert f"stopped after step {len(steps)} of 100000" in said
+    assert f"stopped after step {len(steps)} of 100000" in output
     assert parameters(run_dir, len(steps))
-    if parallel:
-        assert "DiLoCo: one replica" in said
+    assert "DiLoCo: one replica" in output
 
 
 def test_a_signal_while_it_waits_for_machines_ends_the_command(nodes, tmp_path):
