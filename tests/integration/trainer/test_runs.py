@@ -60,6 +60,7 @@ from trainer.report.history import History
             ],
         ),
         (["run_dir=new", "model=from_init"], ["init_from, which is null"]),
+        (["run_dir=new", "eval.tasks=[last_wrd]"], ["'last_wrd' is n"]),
         (
             ["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"],
             ["model.n_layer=3 (1 there)"],
