@@ -180,22 +180,44 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
-    small = ["train.steps=2", "tracker=jsonl", "sample.max_new_tokens=0"]
-    small += ["parallel.data=1", CACHE, "run_dir=S"]
-    assert main([*TINY, *small, "--multirun", "optimizer.lr=1e-3,1e-2"]) == 0
+    small = [
+        "train.steps=2",
+        "tracker=jsonl",
+        "sample.max_new_tokens=0",
+        "parallel.data=1",
+    ]
+    assert (
+        main(
+            [
+                *TINY,
+                *small,
+                "run_dir=S",
+                "optimizer.lr=1e-3,1e-2",
+                "--multirun",
+                "seed=0,1",
+                CACHE,
+            ]
+        )
+        == 0
+    )
     out = capfd.readouterr().out
-    assert f"\nrun 1 (job 2 of 2): optimizer.lr=0.01, in {tmp_path}/S/1\n" in out
-    table = out[out.index("optimizer.lr  ") :].splitlines()
-    losses = [float(line.split()[2]) for line in table[1:3]]
+    told = f"\nrun 2 (job 3 of 4): optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n"
+    assert told in out
+    table, rest = (part.splitlines() for part in out.split("\n\n")[-2:])
+    assert table[0].split()[:3] == ["optimizer.lr", "seed", "validation"]
+    assert sorted(line.split()[0] for line in table[1:5]) == ["0", "1", "2", "3"]
+    losses = [float(line.split()[3]) for line in table[1:5]]
     assert losses == sorted(losses)
-    best = f"best: {tmp_path}/S/{table[1].split()[0]} (validation loss "
-    assert best in out
+    assert rest[0].startswith(
+        f"best: {tmp_path}/S/{table[1].split()[0]} (validation loss "
+    )
+    assert [line.split()[-1] for line in rest[2:4]] == ["2", "2"]  # seeds of each rate
     assert (tmp_path / "S" / "sweep.html").exists()
     # not the settings of the whole sweep
-    assert f"resume={tmp_path}/S/1 train.steps=4" in out
-    text = (tmp_path / "S" / "1" / "environment.txt").read_text()
-    assert "optimizer.lr=0.01" in text.split()
-    assert History.read(tmp_path / "S" / "1").name == "S/1 optimizer.lr=0.01"
+    assert f"resume={tmp_path}/S/3 train.steps=4" in out
+    text = (tmp_path / "S" / "3" / "environment.txt").read_text()
+    assert {"optimizer.lr=0.01", "seed=1"} <= set(text.split())
+    assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path, caplog):
