@@ -12,6 +12,7 @@ from command import here, parameters, values
 from families import slow
 from precisions import SPEC, batch, policy, workload
 
+from trainer.model import Model
 from trainer.observe.numerics import CLASSES, format_name, make_numerics
 from trainer.observe.probe import FIGURES
 from trainer.parallel.mesh import make_mesh

@@ -33,7 +33,6 @@ from trainer.parallel.sharding import (
 from trainer.step.step import sequence_keys
 from trainer.workload import (
     first_state,
-    reductions_of,
 )
 
 SPEC = GPT2Spec(
@@ -74,7 +73,8 @@ def gradient(sizes, accum):
     @jax.jit
     def of(params, batch, key):
         keys = sequence_keys(key, batch)
-        reduced = reductions_of(w).gradient(value_and_grad, params, (), batch, keys)
+        reductions = reductions_over(w.mesh, w.comm, w.trained_roles)
+        reduced = reductions.gradient(value_and_grad, params, (), batch, keys)
         return reduced[:2]
 
     state = first_state(w, seed=0)

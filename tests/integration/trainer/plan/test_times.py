@@ -4,6 +4,7 @@ import pytest
 
 from trainer.compiled.arithmetic import lane_clocks
 from trainer.compiled.classes import (
+    COLLECTIVES,
     ELEMENTWISE,
     FP8,
     GAPS,
