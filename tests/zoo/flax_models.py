@@ -12,9 +12,18 @@ import optax
 from flax import nnx
 from jax import lax
 
-from zoo.case import Case, DotGeneral, images, labels, tokens
+from zoo.case import (
+    VOCAB,
+    Case,
+    DotGeneral,
+    cross_entropy,
+    images,
+    labels,
+    next_token,
+    tokens,
+)
 
-VOCAB, TIME = 64, 16
+TIME = 16
 
 
 class EncoderBlock(nn.Module):
@@ -67,10 +76,17 @@ class Encoder(nn.Module):
 
 
 def encoder(
-    name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    *,
+    pre: bool = True,
+    seed: int = 0,
 ) -> Case:
-    """Masked tokens are to be found: the sum over them divided by their number."""
-    ids = tokens(4, TIME, VOCAB)
+    """Masked tokens are to be found: the sum over them divided by their number. The
+    norms stand before the branches (`pre`), or, as in the first Transformer, after the
+    sums."""
+    ids = tokens(4, TIME)
     mask = (jax.random.uniform(jax.random.key(7), ids.shape) < 0.25).astype(jnp.float32)
     model = Encoder(depth, width, pre, dot_general)
     params = model.init(jax.random.key(seed), ids)["params"]
@@ -81,44 +97,18 @@ def encoder(
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"])
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
-    return Case(name, loss, params, {"ids": ids, "mask": mask})
-
-
-def encoder_pre_ln(
-    depth: int = 8,
-    width: int = 32,
-    dot_general: DotGeneral = lax.dot_general,
-    seed: int = 0,
-) -> Case:
-    """Norms before the branches."""
-    return encoder("encoder_pre_ln", depth, width, True, dot_general, seed)
-
-
-def encoder_post_ln(
-    depth: int = 8,
-    width: int = 32,
-    dot_general: DotGeneral = lax.dot_general,
-    seed: int = 0,
-) -> Case:
-    """Norms after the sums, as in the first Transformer."""
-    return encoder("encoder_post_ln", depth, width, False, dot_general, seed)
+    return Case(loss, params, {"ids": ids, "mask": mask})
 
 
 class DecoderBlock(nnx.Module):
     """GPT-like, of NNX's own layers."""
 
     def __init__(self, width: int, dot_general: DotGeneral, rngs: nnx.Rngs) -> None:
-        self.norm_1, self.norm_2 = (
-            nnx.LayerNorm(width, rngs=rngs),
-            nnx.LayerNorm(width, rngs=rngs),
-        )
+        self.norm_1 = nnx.LayerNorm(width, rngs=rngs)
+        self.norm_2 = nnx.LayerNorm(width, rngs=rngs)
+        dots = {"qkv_dot_general": dot_general, "out_dot_general": dot_general}
         self.attention = nnx.MultiHeadAttention(
-            4,
-            width,
-            decode=False,
-            qkv_dot_general=dot_general,
-            out_dot_general=dot_general,
-            rngs=rngs,
+            4, width, decode=False, rngs=rngs, **dots
         )
         self.up = nnx.Linear(width, 4 * width, dot_general=dot_general, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, dot_general=dot_general, rngs=rngs)
@@ -134,10 +124,8 @@ class Decoder(nnx.Module):
     def __init__(
         self, depth: int, width: int, dot_general: DotGeneral, rngs: nnx.Rngs
     ) -> None:
-        self.embed, self.positions = (
-            nnx.Embed(VOCAB, width, rngs=rngs),
-            nnx.Embed(TIME, width, rngs=rngs),
-        )
+        self.embed = nnx.Embed(VOCAB, width, rngs=rngs)
+        self.positions = nnx.Embed(TIME, width, rngs=rngs)
         self.blocks = nnx.List(
             [DecoderBlock(width, dot_general, rngs) for _ in range(depth)]
         )
@@ -159,13 +147,10 @@ def nnx_decoder(
         Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param
     )
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        logits = nnx.merge(graph, params)(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, batch[:, 1:]
-        ).mean()
+    def forward(params: Any, ids: Any) -> jax.Array:
+        return nnx.merge(graph, params)(ids)
 
-    return Case("nnx_decoder", loss, params, tokens(4, TIME + 1, VOCAB))
+    return next_token(forward, params, batch=4, time=TIME)
 
 
 class ViT(nn.Module):
@@ -202,7 +187,12 @@ def vit(
         target = optax.smooth_labels(jax.nn.one_hot(batch["label"], 10), 0.1)
         return optax.softmax_cross_entropy(logits, target).mean()
 
-    return Case("vit", loss, params, batch)
+    return Case(loss, params, batch)
+
+
+def batch_norm(x: jax.Array) -> jax.Array:
+    """Normalize by the statistics of the batch, inside a module."""
+    return nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
 
 
 class ResBlock(nn.Module):
@@ -215,14 +205,10 @@ class ResBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         s = (self.stride, self.stride)
         y = nn.Conv(self.channels, (3, 3), s, use_bias=False)(x)
-        y = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(y))
-        y = nn.Conv(self.channels, (3, 3), use_bias=False)(y)
-        y = nn.BatchNorm(
-            use_running_average=False, momentum=0.9, scale_init=nn.initializers.ones
-        )(y)
+        y = nn.relu(batch_norm(y))
+        y = batch_norm(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
         if x.shape != y.shape:
-            x = nn.Conv(self.channels, (1, 1), s, use_bias=False)(x)
-            x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+            x = batch_norm(nn.Conv(self.channels, (1, 1), s, use_bias=False)(x))
         return nn.relu(x + y)
 
 
@@ -235,7 +221,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(self.width, (3, 3), use_bias=False)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
+        x = nn.relu(batch_norm(x))
         blocks = max(3, (self.depth - 2) // 2)
         for i in range(blocks):
             stage = 3 * i // blocks
@@ -256,11 +242,6 @@ def resnet(depth: int = 14, width: int = 8) -> Case:
         logits, updated = model.apply(
             variables, batch["image"], mutable=["batch_stats"]
         )
-        return (
-            optax.softmax_cross_entropy_with_integer_labels(
-                logits, batch["label"]
-            ).mean(),
-            updated,
-        )
+        return cross_entropy(logits, batch["label"]), updated
 
-    return Case("resnet", loss, variables["params"], batch, has_aux=True)
+    return Case(loss, variables["params"], batch, has_aux=True)

@@ -1,4 +1,4 @@
-"""U-Nets: one that segments images, one that finds the noise in them."""
+"""A U-Net that finds the noise in images."""
 
 from __future__ import annotations
 
@@ -8,57 +8,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from zoo.case import Case, images
-
-
-class UNet(nn.Module):
-    """Two convolutions a level, max-pooling down, transposed convolutions up, skips by
-    concatenation."""
-
-    levels: int
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        skips = []
-        for level in range(self.levels):
-            x = self.convolved(x, self.width * 2**level)
-            skips.append(x)
-            x = nn.max_pool(x, (2, 2), (2, 2))
-        x = self.convolved(x, self.width * 2**self.levels)
-        for level in reversed(range(self.levels)):
-            x = nn.ConvTranspose(self.width * 2**level, (2, 2), (2, 2))(x)
-            x = self.convolved(
-                jnp.concatenate([skips.pop(), x], -1), self.width * 2**level
-            )
-        return nn.Conv(1, (1, 1))(x)
-
-    def convolved(self, x: jax.Array, channels: int) -> jax.Array:
-        for _ in range(2):
-            x = nn.relu(nn.Conv(channels, (3, 3))(x))
-        return x
-
-
-def unet(depth: int = 9, width: int = 8) -> Case:
-    """Segmentation: binary cross-entropy of each pixel plus the Dice loss. `depth`
-    counts pairs of convolutions."""
-    model = UNet(max(1, min(3, depth // 3)), width)
-    x = images(4, 16)
-    batch = {"image": x, "mask": (x.mean(-1, keepdims=True) > 0.2).astype(jnp.float32)}
-    params = model.init(jax.random.key(0), x)["params"]
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        logits = model.apply({"params": params}, batch["image"])
-        crossed = optax.sigmoid_binary_cross_entropy(logits, batch["mask"]).mean()
-        p = jax.nn.sigmoid(jnp.asarray(logits))
-        dice = 1 - (2 * (p * batch["mask"]).sum() + 1) / (
-            p.sum() + batch["mask"].sum() + 1
-        )
-        return crossed + dice
-
-    return Case("unet", loss, params, batch)
 
 
 def time_embedding(t: jax.Array, width: int) -> jax.Array:
@@ -100,13 +51,11 @@ class Denoiser(nn.Module):
         x = nn.Conv(2 * self.width, (3, 3), (2, 2))(x)
         flat = nn.GroupNorm(4)(x).reshape(x.shape[0], -1, x.shape[-1])
         x = x + nn.MultiHeadDotProductAttention(2)(flat, flat).reshape(x.shape)
-        x = jax.image.resize(
-            x, (x.shape[0], 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "nearest"
-        )
+        batch, height, width, channels = x.shape
+        x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
         for i in range(self.blocks):
-            x = TimedBlock(self.width * (1 + i % 2))(
-                jnp.concatenate([x, skips.pop()], -1), t
-            )
+            both = jnp.concatenate([x, skips.pop()], -1)
+            x = TimedBlock(self.width * (1 + i % 2))(both, t)
         return nn.Conv(3, (3, 3))(nn.silu(nn.GroupNorm(4)(x)))
 
 
@@ -130,4 +79,4 @@ def diffusion(depth: int = 8, width: int = 8) -> Case:
         actual = model.apply({"params": params}, noisy, batch["time"])
         return jnp.mean((actual - batch["noise"]) ** 2)
 
-    return Case("diffusion", loss, params, batch)
+    return Case(loss, params, batch)
