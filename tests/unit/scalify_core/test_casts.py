@@ -1,5 +1,5 @@
-"""Casts of the user's, and dtypes that are asked for, under measured scales: FP16 or
-BF16 data lose nothing to them, at any size, and what depends on a dtype has it."""
+"""Casts of the program, and dtypes that it asks for, under measured scales: FP16 and
+BF16 data lose nothing to them, at any size."""
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,22 @@ from scalify_core import ScaledArray, asarray, explain, fp8_dot_general, scalify
 from scalify_core.numerics.formats import E4M3, FP16
 
 ROUNDING, ZERO = 2.0**-10, np.float16(0)
-(ONES,) = scaled(jnp.ones(64))
-BETWEEN = jnp.linspace(1.0, 2.0, 16)
 
 
 def cast(x):
     return x.astype(HALF)
 
 
-FORWARD = {
-    "remat": jax.checkpoint(cast),
-    "scan": lambda x: lax.scan(lambda carry, row: (carry, cast(row)), 0.0, x)[1],
-    "vmap": jax.vmap(cast),
-}
+@jax.checkpoint
+def cast_rows(x):
+    return lax.scan(lambda _, row: (None, jax.vmap(cast)(row)), None, x)[1]
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])
-@pytest.mark.parametrize("forward", FORWARD.values(), ids=FORWARD)
-def test_a_bare_sum_of_a_cast_has_its_gradient(forward, scales):
+def test_a_sum_of_a_cast_has_its_gradient(scales):
     for size in (1e-9, 1e7):
-        loss = lambda x, size=size: jnp.sum(forward(x).astype(F32)) * size
-        actual = scalify(jax.grad(loss), scales=scales)(ONES)
+        loss = lambda x, size=size: jnp.sum(cast_rows(x).astype(F32)) * size
+        actual = scalify(jax.grad(loss), scales=scales)(*scaled(jnp.ones((8, 8))))
         assert_allclose(asarray(actual), size, rtol=ROUNDING)
 
 
@@ -43,35 +38,29 @@ def combined(a, b):
     return jnp.where(a > b, a + b, (b.astype(F32) + a).astype(HALF))
 
 
-REDUCTIONS = {
+def sum_and_maximum(a, b):
+    return a[0] + b[0], jnp.maximum(a[1], b[1])
+
+
+# Reductions and scatters, whose bodies are evaluated in the dtype of the cast.
+LOGICAL = {
     "combined": lambda x: lax.reduce(x, ZERO, combined, [0]),
-    "pair": lambda x: lax.reduce(
-        (x, x), (ZERO, ZERO), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), [0]
-    )[0],
-    "window": lambda x: lax.reduce_window(x, ZERO, combined, (16,), (1,), "VALID")[0],
-}
-GROUPS = jnp.arange(16) % 4
-# Of numbers that are cast: so many times what they are of numbers near 1.
-LOGICAL = REDUCTIONS | {
-    "add": lambda x: jnp.zeros(4, x.dtype).at[GROUPS].add(x),
-    "max": lambda x: jax.ops.segment_max(x, GROUPS, 4),
-    "rows of a table": lambda x: jax.grad(lambda t: (t[GROUPS] * x).sum())(
-        jnp.zeros(4, x.dtype)
-    ),
+    "pair": lambda x: lax.reduce((x, x), (ZERO, ZERO), sum_and_maximum, [0])[0],
+    "add": lambda x: jnp.zeros(4, x.dtype).at[jnp.arange(16) % 4].add(x),
     "update": lambda x: x.at[jnp.arange(4)].apply(lambda y: y * 2)[:4],
 }
 
 
 @pytest.mark.parametrize("name", LOGICAL)
-def test_bodies_of_reductions_and_scatters_behind_a_cast_add_up_logical_numbers(name):
-    fun, (x,) = LOGICAL[name], scaled(BETWEEN)
-    for size in (1e-9, 1.0, 1e5):
-        actual = scalify(lambda x, size=size: fun(cast(x * size)))(x)
-        actual = np.asarray(actual.data, np.float64) * np.float64(actual.scale)
-        expected = np.asarray(fun(cast(BETWEEN)), np.float64) * size
-        assert_allclose(actual, expected, rtol=4 * ROUNDING)
-    if name in REDUCTIONS:
-        report = explain(lambda x: fun(cast(x * 1e-9)), x)
+def test_reductions_and_scatters_behind_a_cast_add_up_logical_numbers(name):
+    fun, between = LOGICAL[name], jnp.linspace(1.0, 2.0, 16)
+    expected = np.asarray(fun(cast(between)), np.float32)
+    for size in (1e-9, 1e5):
+        resized = lambda x, size=size: fun(cast(x * size))
+        actual = asarray(scalify(resized)(*scaled(between)))
+        assert_allclose(actual, expected * size, rtol=4 * ROUNDING)
+    if name == "combined":
+        report = explain(lambda x: fun(cast(x * 1e-9)), *scaled(between))
         assert report.first_loss is None
         assert max(report.errors) < 2 * ROUNDING
 
@@ -83,25 +72,17 @@ def test_products_of_casts(size):
     of_x, of_w = asarray(scalify(jax.grad(loss, (0, 1)))(x, w))
     assert_allclose(of_x, 4 * size, rtol=ROUNDING)
     assert_allclose(of_w, size, rtol=ROUNDING)
-    batch = jnp.linspace(1.0, 2.0, 64) * size
-    f = lambda x, batch: (jnp.dot(x, cast(batch)), cast(batch) * 3)
-    total, tripled = scalify(f)(ONES, batch)
+    batch = jnp.linspace(1.0, 2.0, 8) * size
+    total = scalify(lambda x, y: x @ cast(y))(x, batch)
     assert_allclose(asarray(total), batch.sum(), rtol=ROUNDING)
-    assert_allclose(asarray(tripled), 3 * batch, rtol=2 * ROUNDING)
-    assert isinstance(tripled, ScaledArray)
 
 
 def test_constants_that_float16_holds_stay_plain():
-    out = scalify(lambda x: (x, cast(jnp.full(3, 0.5, F32))))(ONES)[1]
+    out = scalify(lambda x: (x, cast(jnp.full(3, 0.5, F32))))(*scaled(jnp.ones(3)))[1]
     assert not isinstance(out, ScaledArray)
 
 
-# What scans leave for later scans is FP32, except for operands of narrow products.
-
-
-def of_maps(w):
-    t = lax.map(lambda k: w.astype(F32) + 1000 * k, jnp.arange(3.0))
-    return lax.map(jnp.sin, t)
+# Stacks of scans for later scans are FP32, except for operands of narrow products.
 
 
 def of_a_carry(w):
@@ -109,22 +90,11 @@ def of_a_carry(w):
     return lax.scan(jax.checkpoint(step), w.astype(F32), None, length=20)[1].sum()
 
 
-def of_far_apart_residuals(w):
-    sizes = jnp.array([1, 1e-5, 1e-10, 1e-14])
-    step = lambda k: jnp.log((2 + w.astype(F32)) * sizes * k).sum()
-    return lax.map(step, jnp.arange(1.0, 4.0)).sum()
-
-
-def distances(x, precision=None):
+def distances(x):
     """Squared distances by a product, which FP16 operands would make noise."""
     y = x.astype(F32) + 100.3
-    squares = (y * y).sum(1)
-    return squares[:, None] + squares[None] - 2 * jnp.dot(y, y.T, precision=precision)
-
-
-def masked(x, lowest):
-    scores = jnp.where(jnp.tri(8, dtype=bool), x @ x.T, lowest)
-    return jax.nn.softmax(cast(scores))
+    squares, product = (y * y).sum(1), jnp.dot(y, y.T, precision="F32_F32_F32")
+    return squares[:, None] + squares[None] - 2 * product
 
 
 def filled(x):
@@ -132,27 +102,16 @@ def filled(x):
     return jax.nn.softmax(jnp.take(x, ids, axis=1, mode="fill", fill_value=-jnp.inf))
 
 
-def wide_product(x, z):
-    return jnp.matmul(x, z.T, preferred_element_type=F32)
-
-
-ROW, SMALL, SQUARE = jnp.linspace(-1.0, 1.0, 4), normal(0, 8, 16), normal(0, 8, 8)
+ROW, SMALL = jnp.linspace(-1.0, 1.0, 4), normal(0, 8, 16)
 PROGRAMS = {
-    "maps": case(of_maps, ROW, roundings=2),
     "a carry": case(jax.grad(of_a_carry), ROW, roundings=2),
-    "residuals": case(jax.grad(of_far_apart_residuals), ROW, roundings=2),
-    "distances": case(distances, SMALL, roundings=0.5),
-    "algorithm": case(lambda x: distances(x, "F32_F32_F32"), SMALL, roundings=0.5),
-    "bfloat16": case(
-        wide_product, SMALL, SMALL[::-1], dtype=jnp.bfloat16, roundings=2.0**-13
-    ),
+    "an algorithm": case(distances, SMALL, roundings=0.5),
     "eight bits": case(filled, normal(0, 2, 8), dtype=E4M3.dtype, roundings=2.0**-6),
-    "a mask": case(lambda x: masked(0.03 * x, -1e9), SQUARE),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_cast_or_asked_for_is_as_right_as_in_float32(name):
+def test_casts_and_requested_dtypes_are_as_right_as_in_float32(name):
     PROGRAMS[name]()
 
 
@@ -169,28 +128,32 @@ def test_float64_keeps_its_digits():
         check(lambda x: (x.astype(jnp.float64) + 1e8) - 1e8, normal(0, 8), roundings=1)
 
 
+def solved(x):
+    solve = lambda _, b: b / HALF(2)
+    return lax.custom_linear_solve(lambda v: v * HALF(2), cast(x), solve)
+
+
+def called_back(x):
+    double = lambda a: np.asarray(a) * 2
+    return jax.pure_callback(double, jax.typeof(cast(x)), cast(x))
+
+
 READ_AS_CAST = {
     "bits": lambda x: lax.bitcast_convert_type(cast(x), jnp.uint16),
     "next": lambda x: jnp.nextafter(cast(x), HALF(30)) - cast(x),
-    "scatter": lambda x: cast(x).at[jnp.array([0, 2, 2])].add(HALF(1)),
     "gradient of gather": jax.grad(
         lambda x: (cast(x)[jnp.array([0, 2, 2])] ** 2).sum()
     ),
-    "solve": lambda x: lax.custom_linear_solve(
-        lambda v: v * HALF(2), cast(x), lambda _, b: b / HALF(2)
-    ),
-    "callback": lambda x: jax.pure_callback(
-        lambda a: np.asarray(a) * 2, jax.typeof(cast(x)), cast(x)
-    ),
+    "solve": solved,
+    "callback": called_back,
 }
 
 
 @pytest.mark.parametrize("name", READ_AS_CAST)
-def test_what_depends_on_a_dtype_reads_what_the_user_cast_to(name):
+def test_readers_of_a_dtype_read_the_cast(name):
     fun, (x,) = READ_AS_CAST[name], scaled(jnp.arange(1.0, 9.0))
     actual, exact = asarray(jax.jit(scalify(fun))(x)), fun(asarray(x))
-    assert actual.shape == exact.shape
-    assert_array_equal(np.asarray(actual), np.asarray(exact, actual.dtype))
+    assert_array_equal(np.asarray(actual), np.asarray(exact, actual.dtype), strict=True)
 
 
 # Copies that a value keeps of what was stored of it.
@@ -201,66 +164,48 @@ def fp8(a, b):
 
 
 def test_a_stack_with_copies_in_two_formats_is_scanned():
-    def both(x, w, g):
+    def both(x, w):
         h = jnp.tanh(x)
-        outside = jnp.einsum("lnd,lne->de", h, g), fp8(h, w)
+        outside = jnp.einsum("lnd,lne->de", h, x), fp8(h, w)
         _, stacks = lax.scan(lambda c, a: (c, (a @ w, fp8(a, w))), 0.0, h)
         return *stacks, *outside
 
-    x, w, g = scaled(normal(0, 4, 16, 32), normal(1, 32, 16), normal(2, 4, 16, 16))
-    halves, eighths, *_ = jax.jit(scalify(both))(x, w, g)
+    x, w = scaled(normal(0, 4, 16, 32), normal(1, 32, 16))
+    halves, eighths, *_ = jax.jit(scalify(both))(x, w)
     exact = jnp.tanh(asarray(x)) @ asarray(w)
     assert error(halves, exact) < 2 * FP16.epsilon
     assert error(eighths, exact) < E4M3.epsilon
 
 
-def mapped(fun):
+def test_copies_do_not_cross_into_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P("d"), P()), "out_specs": P("d")}
-    return lambda x, w: jax.shard_map(fun, mesh=mesh, **specs)(x, w)
-
-
-layer = mapped(lambda x, w: jnp.tanh(x @ w))
-MAPPED = {
-    "two readers": lambda x, w: (lambda h: (h.T @ h, layer(h, w)))(jnp.sin(x)),
-    "gradient": jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), (0, 1)),
-}
-
-
-@pytest.mark.parametrize("name", MAPPED)
-def test_copies_do_not_cross_into_shard_map(name):
-    check(MAPPED[name], normal(0, 8, 16), normal(1, 16, 16))
+    how = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
+    layer = jax.shard_map(lambda x, w: jnp.tanh(x @ w), **how)
+    two_readers = lambda x, w: (lambda h: (h.T @ h, layer(h, w)))(jnp.sin(x))
+    gradient = jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), (0, 1))
+    for fun in (two_readers, gradient):
+        check(fun, normal(0, 8, 16), normal(1, 16, 16))
 
 
 def test_what_a_loop_stores_stays_in_it_when_it_is_run_eagerly():
-    def loop(x, w):
-        w = jnp.sin(w)
-        turn = lambda c: (c[0] + 1, jnp.tanh(c[1] @ w))
-        return lax.while_loop(lambda c: c[0] < 3, turn, (0, x))[1]
-
-    def scan(x, w):
+    def loops(x, w):
+        v = jnp.sin(w)
+        turn = lambda c: (c[0] + 1, jnp.tanh(c[1] @ v))
+        _, x = lax.while_loop(lambda c: c[0] < 3, turn, (0, x))
         return lax.scan(lambda c, _: (jnp.tanh(fp8(c, w)), None), x, None, length=3)[0]
 
     args = scaled(normal(0, 16, 16), normal(1, 16, 16))
-    for fun in (loop, scan):
-        jitted = jax.jit(scalify(fun))(*args)
-        with jax.disable_jit():
-            assert error(scalify(fun)(*args), asarray(jitted)) < 2 * FP16.epsilon
-        assert explain(fun, *args).rows
+    jitted = asarray(jax.jit(scalify(loops))(*args))
+    with jax.disable_jit():
+        assert error(scalify(loops)(*args), jitted) < 2 * FP16.epsilon
 
 
-IN_EIGHT_BITS = {
-    "scan": lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=3)[0],
-    "cond": lambda x, w: lax.cond(
-        x[0, 0] > -100, lambda x: jnp.tanh(x @ w), lambda x: x, x
-    ),
-}
+def test_data_in_eight_bits_has_sixteen_after_arithmetic():
+    def fun(x, w):
+        x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=3)
+        return x, lax.cond(x[0, 0] > -100, lambda x: x @ w, lambda x: x, x)
 
-
-@pytest.mark.parametrize("name", IN_EIGHT_BITS)
-def test_what_starts_in_eight_bits_has_sixteen_after_arithmetic(name):
-    fun = IN_EIGHT_BITS[name]
     args = scaled(normal(0, 16, 16), normal(1, 16, 16), dtype=E4M3.dtype)
     actual = jax.jit(scalify(fun))(*args)
-    assert actual.dtype == HALF
+    assert [x.dtype for x in actual] == [HALF, HALF]
     assert error(actual, fun(*asarray(args))) < 8 * FP16.epsilon
