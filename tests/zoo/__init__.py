@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
-from zoo import flax_models, images, llama, programs, sequences
+from zoo import flax_models, llama, programs, sequences
 from zoo.case import Case
 
 BUILDERS: dict[str, Callable[..., Case]] = {
@@ -19,10 +19,8 @@ BUILDERS: dict[str, Callable[..., Case]] = {
     "llama_scan_remat": partial(llama.llama, depth=16, scan=True, remat=True),
     "encoder_pre_ln": flax_models.encoder,
     "encoder_post_ln": partial(flax_models.encoder, pre=False),
-    "nnx_decoder": flax_models.nnx_decoder,
     "vit": flax_models.vit,
     "resnet": flax_models.resnet,
-    "diffusion": images.diffusion,
     "moe": sequences.moe,
     "mamba": sequences.mamba,
     "contrastive": programs.contrastive,

@@ -1,4 +1,4 @@
-"""Transformers and image models as users of Flax write them: Linen and NNX, default
+"""Transformers and image models as users of Flax Linen write them: default
 initialisers."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax import lax
 
 from zoo.case import (
@@ -19,7 +18,6 @@ from zoo.case import (
     cross_entropy,
     images,
     labels,
-    next_token,
     tokens,
 )
 
@@ -98,59 +96,6 @@ def encoder(
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
     return Case(loss, params, {"ids": ids, "mask": mask})
-
-
-class DecoderBlock(nnx.Module):
-    """GPT-like, of NNX's own layers."""
-
-    def __init__(self, width: int, dot_general: DotGeneral, rngs: nnx.Rngs) -> None:
-        self.norm_1 = nnx.LayerNorm(width, rngs=rngs)
-        self.norm_2 = nnx.LayerNorm(width, rngs=rngs)
-        dots = {"qkv_dot_general": dot_general, "out_dot_general": dot_general}
-        self.attention = nnx.MultiHeadAttention(
-            4, width, decode=False, rngs=rngs, **dots
-        )
-        self.up = nnx.Linear(width, 4 * width, dot_general=dot_general, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, dot_general=dot_general, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm_1(x), mask=mask)
-        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
-
-
-class Decoder(nnx.Module):
-    """Logits of the next token; the head is the embedding."""
-
-    def __init__(
-        self, depth: int, width: int, dot_general: DotGeneral, rngs: nnx.Rngs
-    ) -> None:
-        self.embed = nnx.Embed(VOCAB, width, rngs=rngs)
-        self.positions = nnx.Embed(TIME, width, rngs=rngs)
-        self.blocks = nnx.List(
-            [DecoderBlock(width, dot_general, rngs) for _ in range(depth)]
-        )
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x = self.embed(ids) + self.positions(jnp.arange(ids.shape[1]))[None]
-        mask = nnx.make_causal_mask(ids)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.embed.attend(self.norm(x))
-
-
-def nnx_decoder(
-    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
-) -> Case:
-    """Pre-LN, by `nnx.split` and `nnx.merge`."""
-    graph, params = nnx.split(
-        Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param
-    )
-
-    def forward(params: Any, ids: Any) -> jax.Array:
-        return nnx.merge(graph, params)(ids)
-
-    return next_token(forward, params, batch=4, time=TIME)
 
 
 class ViT(nn.Module):

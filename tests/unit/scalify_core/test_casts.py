@@ -182,9 +182,7 @@ def test_copies_do_not_cross_into_shard_map():
     how = {"mesh": mesh, "in_specs": (P("d"), P()), "out_specs": P("d")}
     layer = jax.shard_map(lambda x, w: jnp.tanh(x @ w), **how)
     two_readers = lambda x, w: (lambda h: (h.T @ h, layer(h, w)))(jnp.sin(x))
-    gradient = jax.grad(lambda x, w: jnp.sum(layer(x, w) ** 2), (0, 1))
-    for fun in (two_readers, gradient):
-        check(fun, normal(0, 8, 16), normal(1, 16, 16))
+    check(two_readers, normal(0, 8, 16), normal(1, 16, 16))
 
 
 def test_what_a_loop_stores_stays_in_it_when_it_is_run_eagerly():
@@ -203,9 +201,9 @@ def test_what_a_loop_stores_stays_in_it_when_it_is_run_eagerly():
 def test_data_in_eight_bits_has_sixteen_after_arithmetic():
     def fun(x, w):
         x, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=3)
-        return x, lax.cond(x[0, 0] > -100, lambda x: x @ w, lambda x: x, x)
+        return lax.cond(x[0, 0] > -100, lambda x: x @ w, lambda x: x, x)
 
     args = scaled(normal(0, 16, 16), normal(1, 16, 16), dtype=E4M3.dtype)
     actual = jax.jit(scalify(fun))(*args)
-    assert [x.dtype for x in actual] == [HALF, HALF]
+    assert actual.dtype == HALF
     assert error(actual, fun(*asarray(args))) < 8 * FP16.epsilon

@@ -94,15 +94,6 @@ def ring(t):
     return total + most
 
 
-def summed_in_turns(t):
-    def turn(c, _):
-        c = c + lax.psum(t * c.mean(), "d") + lax.pmean(jnp.float32(1.0) * c, "d")
-        return c, lax.pmean(c, "d")
-
-    c, ys = lax.scan(turn, t, None, length=3)
-    return c + ys.sum(0)
-
-
 def until_all_are_large(t):
     is_small = lambda c: lax.pmin(jnp.abs(c).max(), "d") < 100
     return lax.while_loop(is_small, lambda c: c * 1.5 + t, t)
@@ -122,7 +113,6 @@ def some_on_each_device(t):
         (sum_of_rescaled, False),
         (sum_over_mesh_and_vmap, False),
         (ring, True),  # the program says what varies
-        (summed_in_turns, True),
         (until_all_are_large, False),
         (some_on_each_device, True),
     ],

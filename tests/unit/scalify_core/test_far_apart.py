@@ -5,14 +5,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from beside_plain import F32, HALF, ROUNDINGS, check, error, normal, scaled
 from jax import lax
 from jax.extend.core import jaxprs_in_params
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
 from scalify_core import ScaledArray, asarray, scalify
+from scalify_core.numerics import amax
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 
 
@@ -235,3 +237,10 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
     assert product.params["preferred_element_type"] == F32
     actual, expected = scalify(fun)(*args), fun(*asarray(args))
     assert error(actual[1:], expected[1:]) <= ROUNDINGS[HALF]
+
+
+def test_a_scale_for_each_part_is_that_of_its_largest_magnitude():
+    x = normal(0, 4, 6) * far(4)[:, None]
+    peaks = np.abs(np.asarray(x)).reshape(4, 3, 2).max(2)
+    expected = 2.0 ** (np.floor(np.log2(peaks)) - 14)
+    assert_array_equal(amax.unit_of(x, 14, (4, 3)), np.repeat(expected, 2, axis=1))
