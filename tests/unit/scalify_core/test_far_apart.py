@@ -180,6 +180,26 @@ def test_an_argument_with_a_scale_for_each_entry_is_read_as_it_is():
     assert "reduce_max" not in str(jax.make_jaxpr(positive)(a, b))
 
 
+def test_residuals_of_a_batch_are_stacked_in_the_format_of_the_product():
+    def attention(h, w):
+        q = (h @ w).reshape(4, 8, 2, 8)
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q))
+        return h + jnp.einsum("bhqk,bkhd->bqhd", p, q).reshape(h.shape), None
+
+    gradient = jax.grad(lambda ws, h: jnp.sum(lax.scan(attention, h, ws)[0] ** 2))
+    args = scaled(normal(0, 3, 16, 16) / 8, normal(1, 4, 8, 16))
+    jaxpr = jax.make_jaxpr(scalify(gradient))(*args)
+    *_, backward = [e for e in equations(jaxpr) if e.primitive.name == "scan"]
+    read = {(x.aval.shape, x.aval.dtype) for x in backward.invars}
+    # The projections and the probabilities, with a scale for each entry.
+    halves, scales = (
+        {(3, 4, 8, 2, 8), (3, 4, 2, 8, 8)},
+        {(3, 4, 1, 2, 1), (3, 4, 2, 1, 8)},
+    )
+    assert read >= {(shape, np.dtype(HALF)) for shape in halves}
+    assert read >= {(shape, np.dtype(F32)) for shape in scales}
+
+
 def test_an_operand_is_stored_once_for_all_readers():
     def stores(fun):
         jaxpr = jax.make_jaxpr(scalify(fun))(*scaled(A[0], B[0]))
