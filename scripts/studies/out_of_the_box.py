@@ -43,8 +43,8 @@ from trainer.text import nearest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is
 
 from zoo import BUILDERS
-from zoo.case import VOCAB
 from zoo.flax_models import TIME
+from zoo.llama import VOCAB
 
 WAYS = "fp32", "fp8", "amax"
 Batch = Any

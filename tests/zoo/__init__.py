@@ -7,32 +7,46 @@ matrix products be replaced.
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 
-from zoo import flax_models, llama, programs, sequences
+from zoo import flax_models, images, llama, programs, sequences
 from zoo.case import Case
 
 BUILDERS: dict[str, Callable[..., Case]] = {
-    "llama": llama.llama,
-    "llama_fan_in": partial(llama.llama, std=None),
-    "llama_scan": partial(llama.llama, depth=16, std=None, is_deep=True, scan=True),
-    "llama_scan_remat": partial(llama.llama, depth=16, scan=True, remat=True),
-    "encoder_pre_ln": flax_models.encoder,
-    "encoder_post_ln": partial(flax_models.encoder, pre=False),
-    "vit": flax_models.vit,
-    "resnet": flax_models.resnet,
-    "moe": sequences.moe,
-    "mamba": sequences.mamba,
-    "contrastive": programs.contrastive,
-    "ctc": programs.ctc,
-    "ode_rk4": programs.ode_rk4,
-    "flash_scan": programs.flash,
-    "post_norm": programs.post_norm,
-    "cross_entropy_1m": programs.million_tokens,
-    "stochastic_chain": programs.stochastic_chain,
+    builder.__name__: builder
+    for builder in (
+        llama.llama,
+        llama.llama_fan_in,
+        llama.llama_scan,
+        llama.llama_remat,
+        llama.llama_scan_remat,
+        flax_models.encoder_pre_ln,
+        flax_models.encoder_post_ln,
+        flax_models.nnx_decoder,
+        flax_models.vit,
+        flax_models.resnet,
+        images.unet,
+        images.diffusion,
+        sequences.moe,
+        sequences.mamba,
+        sequences.rwkv,
+        sequences.lstm,
+        programs.contrastive,
+        programs.ctc,
+        programs.ode_rk4,
+        programs.ode_adaptive,
+        programs.flash_scan,
+        programs.flash_fori,
+        programs.residual,
+        programs.residual_24,
+        programs.post_norm,
+        programs.cross_entropy_64k,
+        programs.cross_entropy_1m,
+        programs.cross_entropy_4m,
+        programs.stochastic_chain,
+    )
 }
 
 
 def takes_fp8(name: str) -> bool:
-    """Return whether the model's matrix products can be replaced."""
+    """Whether the model's matrix products can be replaced."""
     return "dot_general" in inspect.signature(BUILDERS[name]).parameters

@@ -1,5 +1,5 @@
-"""A model of the zoo, and the small things that their authors all write: initial
-weights, batches, losses.
+"""What a model of the zoo is, and the small things that their authors all write:
+initial weights, batches, losses.
 
 The models are ordinary JAX: nothing in them knows of scales. B batch, T time, D width,
 V vocabulary, F hidden channels.
@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 DotGeneral = Callable[..., jax.Array]
-VOCAB = 64
 
 
 class Case(NamedTuple):
     """One model with its weights and a batch.
 
     Attributes:
+        name: of the model.
         loss: of `(params, batch)`, an FP32 scalar; with `has_aux` a pair of it and
             other results.
         params: a pytree of float32 arrays.
@@ -34,6 +33,7 @@ class Case(NamedTuple):
             be: plain FP32 can do that.
     """
 
+    name: str
     loss: Callable[[Any, Any], Any]
     params: Any
     batch: Any
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def keys(seed: int) -> Callable[[], jax.Array]:
-    """Return a function that gives another key at each call."""
+    """A function that gives another key at each call."""
     rest = iter(jax.random.split(jax.random.key(seed), 512))
     return lambda: next(rest)
 
@@ -61,28 +61,30 @@ def uniform(key: jax.Array, *shape: int) -> jax.Array:
     return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
 
-def tokens(batch: int, time: int, vocab: int = VOCAB) -> jax.Array:
+def tokens(batch: int, time: int, vocab: int, seed: int = 1) -> jax.Array:
     """Token ids `[B, T]`, int32, the small ones more frequent, as words are."""
     weights = -1.0 * jnp.log(jnp.arange(1, vocab + 1))
-    ids = jax.random.categorical(jax.random.key(1), weights, shape=(batch, time))
-    return ids.astype(jnp.int32)
+    return jax.random.categorical(
+        jax.random.key(seed), weights, shape=(batch, time)
+    ).astype(jnp.int32)
 
 
-def images(batch: int, size: int, channels: int = 3) -> jax.Array:
+def images(batch: int, size: int, channels: int = 3, seed: int = 1) -> jax.Array:
     """Images `[B, size, size, channels]` of smooth colours and some noise, normalised
     as data loaders do."""
-    k1, k2, k3 = jax.random.split(jax.random.key(1), 3)
+    k1, k2, k3 = jax.random.split(jax.random.key(seed), 3)
     place = jnp.arange(size) / size
     wave = jax.random.uniform(k1, (batch, 1, 1, channels), minval=1.0, maxval=6.0)
     phase = jax.random.uniform(k2, (batch, 1, 1, channels), maxval=6.0)
-    x, y = place[None, :, None, None], place[None, None, :, None]
-    smooth = jnp.sin(wave * x + phase) * jnp.cos(wave * y)
+    smooth = jnp.sin(wave * place[None, :, None, None] + phase) * jnp.cos(
+        wave * place[None, None, :, None]
+    )
     return smooth + 0.3 * jax.random.normal(k3, (batch, size, size, channels))
 
 
-def labels(batch: int, classes: int) -> jax.Array:
+def labels(batch: int, classes: int, seed: int = 2) -> jax.Array:
     """Class ids `[B]`, int32."""
-    return jax.random.randint(jax.random.key(2), (batch,), 0, classes)
+    return jax.random.randint(jax.random.key(seed), (batch,), 0, classes)
 
 
 def matmul(dot_general: DotGeneral, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -95,17 +97,3 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
     return (x - mean) / jnp.sqrt(variance + 1e-5) * gain + bias
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean over all labels."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def next_token(forward: Callable, params: Any, batch: int, time: int = 16) -> Case:
-    """Return the case of a language model: `forward(params, ids)` gives the logits."""
-
-    def loss(params: Any, ids: Any) -> jax.Array:
-        return cross_entropy(forward(params, ids[:, :-1]), ids[:, 1:])
-
-    return Case(loss, params, tokens(batch, time + 1))

@@ -1,4 +1,4 @@
-"""Transformers and image models as users of Flax Linen write them: default
+"""Transformers and image models as users of Flax write them: Linen and NNX, default
 initialisers."""
 
 from __future__ import annotations
@@ -9,19 +9,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 
-from zoo.case import (
-    VOCAB,
-    Case,
-    DotGeneral,
-    cross_entropy,
-    images,
-    labels,
-    tokens,
-)
+from zoo.case import Case, DotGeneral, images, labels, tokens
 
-TIME = 16
+VOCAB, TIME = 64, 16
 
 
 class EncoderBlock(nn.Module):
@@ -74,17 +67,10 @@ class Encoder(nn.Module):
 
 
 def encoder(
-    depth: int = 8,
-    width: int = 32,
-    dot_general: DotGeneral = lax.dot_general,
-    *,
-    pre: bool = True,
-    seed: int = 0,
+    name: str, depth: int, width: int, pre: bool, dot_general: DotGeneral, seed: int
 ) -> Case:
-    """Masked tokens are to be found: the sum over them divided by their number. The
-    norms stand before the branches (`pre`), or, as in the first Transformer, after the
-    sums."""
-    ids = tokens(4, TIME)
+    """Masked tokens are to be found: the sum over them divided by their number."""
+    ids = tokens(4, TIME, VOCAB)
     mask = (jax.random.uniform(jax.random.key(7), ids.shape) < 0.25).astype(jnp.float32)
     model = Encoder(depth, width, pre, dot_general)
     params = model.init(jax.random.key(seed), ids)["params"]
@@ -95,7 +81,91 @@ def encoder(
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"])
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
-    return Case(loss, params, {"ids": ids, "mask": mask})
+    return Case(name, loss, params, {"ids": ids, "mask": mask})
+
+
+def encoder_pre_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Norms before the branches."""
+    return encoder("encoder_pre_ln", depth, width, True, dot_general, seed)
+
+
+def encoder_post_ln(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Norms after the sums, as in the first Transformer."""
+    return encoder("encoder_post_ln", depth, width, False, dot_general, seed)
+
+
+class DecoderBlock(nnx.Module):
+    """GPT-like, of NNX's own layers."""
+
+    def __init__(self, width: int, dot_general: DotGeneral, rngs: nnx.Rngs) -> None:
+        self.norm_1, self.norm_2 = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.LayerNorm(width, rngs=rngs),
+        )
+        self.attention = nnx.MultiHeadAttention(
+            4,
+            width,
+            decode=False,
+            qkv_dot_general=dot_general,
+            out_dot_general=dot_general,
+            rngs=rngs,
+        )
+        self.up = nnx.Linear(width, 4 * width, dot_general=dot_general, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dot_general=dot_general, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm_1(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class Decoder(nnx.Module):
+    """Logits of the next token; the head is the embedding."""
+
+    def __init__(
+        self, depth: int, width: int, dot_general: DotGeneral, rngs: nnx.Rngs
+    ) -> None:
+        self.embed, self.positions = (
+            nnx.Embed(VOCAB, width, rngs=rngs),
+            nnx.Embed(TIME, width, rngs=rngs),
+        )
+        self.blocks = nnx.List(
+            [DecoderBlock(width, dot_general, rngs) for _ in range(depth)]
+        )
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids) + self.positions(jnp.arange(ids.shape[1]))[None]
+        mask = nnx.make_causal_mask(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
+def nnx_decoder(
+    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
+    """Pre-LN, by `nnx.split` and `nnx.merge`."""
+    graph, params = nnx.split(
+        Decoder(depth, width, dot_general, nnx.Rngs(0)), nnx.Param
+    )
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = nnx.merge(graph, params)(batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
+
+    return Case("nnx_decoder", loss, params, tokens(4, TIME + 1, VOCAB))
 
 
 class ViT(nn.Module):
@@ -132,12 +202,7 @@ def vit(
         target = optax.smooth_labels(jax.nn.one_hot(batch["label"], 10), 0.1)
         return optax.softmax_cross_entropy(logits, target).mean()
 
-    return Case(loss, params, batch)
-
-
-def batch_norm(x: jax.Array) -> jax.Array:
-    """Normalize by the statistics of the batch, inside a module."""
-    return nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+    return Case("vit", loss, params, batch)
 
 
 class ResBlock(nn.Module):
@@ -150,10 +215,14 @@ class ResBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         s = (self.stride, self.stride)
         y = nn.Conv(self.channels, (3, 3), s, use_bias=False)(x)
-        y = nn.relu(batch_norm(y))
-        y = batch_norm(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
+        y = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(y))
+        y = nn.Conv(self.channels, (3, 3), use_bias=False)(y)
+        y = nn.BatchNorm(
+            use_running_average=False, momentum=0.9, scale_init=nn.initializers.ones
+        )(y)
         if x.shape != y.shape:
-            x = batch_norm(nn.Conv(self.channels, (1, 1), s, use_bias=False)(x))
+            x = nn.Conv(self.channels, (1, 1), s, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
         return nn.relu(x + y)
 
 
@@ -166,7 +235,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(self.width, (3, 3), use_bias=False)(x)
-        x = nn.relu(batch_norm(x))
+        x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
         blocks = max(3, (self.depth - 2) // 2)
         for i in range(blocks):
             stage = 3 * i // blocks
@@ -187,6 +256,11 @@ def resnet(depth: int = 14, width: int = 8) -> Case:
         logits, updated = model.apply(
             variables, batch["image"], mutable=["batch_stats"]
         )
-        return cross_entropy(logits, batch["label"]), updated
+        return (
+            optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["label"]
+            ).mean(),
+            updated,
+        )
 
-    return Case(loss, variables["params"], batch, has_aux=True)
+    return Case("resnet", loss, variables["params"], batch, has_aux=True)

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
-from zoo.case import VOCAB, Case, DotGeneral, keys, matmul, next_token, normal
+from zoo.case import Case, DotGeneral, keys, matmul, normal, tokens
 
-HEADS, GROUPS = 4, 2
+HEADS, GROUPS, VOCAB = 4, 2, 64
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float = 1e-5) -> jax.Array:
@@ -83,49 +84,103 @@ def init(
 
     embedding = normal(key(), VOCAB, d, std=0.02 if std else 1.0)
     head = normal(key(), d, VOCAB, std=std)
-    layers = [one() for _ in range(depth)]
-    return {"embedding": embedding, "layers": layers, "norm": jnp.ones(d), "head": head}
+    return {
+        "embedding": embedding,
+        "layers": [one() for _ in range(depth)],
+        "norm": jnp.ones(d),
+        "head": head,
+    }
 
 
-def llama(
-    depth: int = 8,
-    width: int = 32,
-    dot_general: DotGeneral = lax.dot_general,
+def case(
+    name: str,
+    depth: int,
+    width: int,
+    dot_general: DotGeneral,
     *,
-    std: float | None = 0.02,
-    is_deep: bool = False,
+    std: float | None,
+    residual: float = 1.0,
     scan: bool = False,
     remat: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Build a Llama.
-
-    Args:
-        depth: the number of layers.
-        width: of the residual stream.
-        dot_general: of the layers' matrices.
-        std: the deviation of every matrix, 0.02 in the published code at any width.
-            None: 1/sqrt(fan_in), so that each block moves the stream as much as the
-            first.
-        is_deep: whether residual writes are divided by sqrt(2 depth).
-        scan: whether the layers are scanned.
-        remat: whether each block is recomputed in the backward pass.
-        seed: of the weights.
-    """
-    residual = 1 / math.sqrt(2 * depth) if is_deep else 1.0
+    """Next-token prediction, the mean over all tokens."""
     params = init(depth, width, std, residual, seed)
     if scan:
         params["layers"] = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
     block: Callable = functools.partial(layer, dot_general=dot_general)
     block = jax.checkpoint(block) if remat else block
 
-    def forward(params: Any, ids: Any) -> jax.Array:
-        x = params["embedding"][ids]
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = params["embedding"][batch[:, :-1]]
         if scan:
             x, _ = lax.scan(lambda x, p: (block(p, x), None), x, params["layers"])
         else:
             for p in params["layers"]:
                 x = block(p, x)
-        return (rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+        logits = (rms_norm(x, params["norm"]) @ params["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
 
-    return next_token(forward, params, batch=4)
+    return Case(name, loss, params, tokens(4, 17, VOCAB))
+
+
+def llama(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Every matrix with a deviation of 0.02, as the published code has it at any
+    width."""
+    return case("llama", depth, width, dot_general, std=0.02, seed=seed)
+
+
+def llama_fan_in(
+    depth: int = 8,
+    width: int = 32,
+    dot_general: DotGeneral = lax.dot_general,
+    seed: int = 0,
+) -> Case:
+    """Matrices of 1/sqrt(fan_in): each block moves the stream as much as the first."""
+    return case("llama_fan_in", depth, width, dot_general, std=None, seed=seed)
+
+
+def llama_scan(
+    depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
+    """Scanned over layers, residual writes divided by sqrt(2 depth)."""
+    return case(
+        "llama_scan",
+        depth,
+        width,
+        dot_general,
+        std=None,
+        residual=1 / math.sqrt(2 * depth),
+        scan=True,
+    )
+
+
+def llama_remat(
+    depth: int = 8, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
+    """Unrolled, each block recomputed in the backward pass."""
+    return case(
+        "llama_remat",
+        depth,
+        width,
+        dot_general,
+        std=None,
+        residual=1 / math.sqrt(2 * depth),
+        remat=True,
+    )
+
+
+def llama_scan_remat(
+    depth: int = 16, width: int = 32, dot_general: DotGeneral = lax.dot_general
+) -> Case:
+    """Scanned over recomputed layers, deviation 0.02."""
+    return case(
+        "llama_scan_remat", depth, width, dot_general, std=0.02, scan=True, remat=True
+    )

@@ -127,14 +127,19 @@ class Subject:
     ) -> None:
         """`depth` and `width`: None for those that the model has by itself."""
         self.name = name
-        sizes = {"depth": depth, "width": width}
-        self.sizes = {key: size for key, size in sizes.items() if size is not None}
+        self.sizes = {
+            key: size
+            for key, size in (("depth", depth), ("width", width))
+            if size is not None
+        }
         self.case = self.build()
         self._compiled = jax.jit(gradient_of(self.case))
 
     def build(self, dot_general: Callable | None = None) -> Case:
         """The case, its products by `dot_general` if one is given."""
-        given: dict[str, Any] = {"dot_general": dot_general} if dot_general else {}
+        given: dict[str, Any] = (
+            {} if dot_general is None else {"dot_general": dot_general}
+        )
         return BUILDERS[self.name](**self.sizes, **given)
 
     def of_fp32(self, params: Any, batch: Any) -> Gradient:
@@ -163,10 +168,13 @@ class Subject:
             return x * (1 + step * signs) if _is_float(x) else x
 
         for _ in range(times):
-            params = jax.tree.map(moved, self.case.params)
-            actual = self.of_fp32(params, self.case.batch)
-            for path, x in self.reference.items():
-                worst[path] = max(worst[path], error(actual[path], x))
+            actual = self.of_fp32(
+                jax.tree.map(moved, self.case.params), self.case.batch
+            )
+            worst = {
+                path: max(worst[path], error(actual[path], x))
+                for path, x in self.reference.items()
+            }
         return worst
 
     @functools.cache  # noqa: B019
@@ -177,13 +185,18 @@ class Subject:
         if format == "fp32":
             return self.reference
         if format == "fp8":
-            scaling = sc.ops.matmul.Scaling("amax", "amax", "amax")
-            best = self.build(sc.ops.matmul.Fp8DotGeneral(scaling=scaling))
-            return as_numbers(jax.jit(gradient_of(best))(case.params, case.batch))
-        args = _cast((case.params, case.batch), dtype)
+            dot_general = sc.ops.matmul.Fp8DotGeneral(
+                scaling=sc.ops.matmul.Scaling("amax", "amax", "amax")
+            )
+            return as_numbers(
+                jax.jit(gradient_of(self.build(dot_general)))(case.params, case.batch)
+            )
+        params, batch = jax.tree.map(
+            lambda x: x.astype(dtype) if _is_float(x) else x, (case.params, case.batch)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constants such as -1e38 overflow in FP16
-            return as_numbers(jax.jit(gradient_of(case))(*args))
+            return as_numbers(jax.jit(gradient_of(case))(params, batch))
 
     def scaled(self, format: str, scales: str) -> tuple[Callable, tuple[Any, Any]]:
         """The scalified gradient, not compiled, and its arguments."""
@@ -192,7 +205,12 @@ class Subject:
             (case.params, case.batch), dtype=FORMATS[format].dtype
         )
         if scales == "static":
-            args = sc.tree.with_static_scales(args)
+            args = sc.tree.map_arrays(
+                lambda x: (
+                    sc.ScaledArray(x.data, float(x.scale)) if is_scaled_array(x) else x
+                ),
+                args,
+            )
         return sc.scalify(gradient_of(case)), args
 
     def gradient(self, format: str, scales: str) -> Gradient:
@@ -277,35 +295,46 @@ def cost(
 ) -> Cost:
     """Trace both gradients, and compile both, in turns, all caches of JAX empty."""
     case, dtype = subject.case, FORMATS[format].dtype
-    ways = (
-        (gradient_of(case), _cast((case.params, case.batch), dtype)),
+    plain = jax.tree.map(
+        lambda x: x.astype(dtype) if _is_float(x) else x, (case.params, case.batch)
+    )
+    ways: tuple[tuple[Callable, tuple], ...] = (
+        (gradient_of(case), plain),
         subject.scaled(format, scales),
     )
-    ratios = []
-    for turn in range(rounds + 1):
-        order = (0, 1) if turn % 2 else (1, 0)
-        costs = {i: _cost_of(*ways[i]) for i in order}
-        ratios.append([b / a for a, b in zip(costs[0], costs[1], strict=True)])
-    # the first round warms what Python caches
-    return Cost(*map(statistics.median, zip(*ratios[1:], strict=True)))
-
-
-def _cost_of(fun: Callable, args: tuple) -> Cost:
-    """Return the costs of one program, in seconds, instructions and bytes."""
+    traces: list[list[float]] = [[], []]
+    compiles: list[list[float]] = [[], []]
+    sizes = [(0, 0), (0, 0)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jax.clear_caches()
-        start = time.perf_counter()
-        traced = jax.jit(fun).trace(*args)
-        trace_time = time.perf_counter() - start
-        lowered = traced.lower()
-        start = time.perf_counter()
-        compiled = lowered.compile()
-        compile_time = time.perf_counter() - start
+        for turn in range(rounds + 1):
+            for i in (0, 1) if turn % 2 else (1, 0):
+                fun, args = ways[i]
+                jax.clear_caches()
+                start = time.perf_counter()
+                traced = jax.jit(fun).trace(*args)
+                traces[i].append(time.perf_counter() - start)
+                if turn:  # the first round warms what Python caches
+                    lowered = traced.lower()
+                    start = time.perf_counter()
+                    compiled = lowered.compile()
+                    compiles[i].append(time.perf_counter() - start)
+                    sizes[i] = _sizes(compiled)
+    trace_ratios = [b / a for a, b in zip(traces[0][1:], traces[1][1:], strict=True)]
+    (plain_count, plain_bytes), (count, size) = sizes
+    return Cost(
+        statistics.median(trace_ratios),
+        statistics.median(b / a for a, b in zip(*compiles, strict=True)),
+        count / plain_count,
+        size / plain_bytes,
+    )
+
+
+def _sizes(compiled: Any) -> tuple[int, int]:
+    """The instructions of a compiled program, and the bytes of its temporaries."""
     lines = compiled.as_text().splitlines()
     count = sum(bool(re.match(r"\s+(ROOT )?%?[\w.-]+ = ", line)) for line in lines)
-    size = compiled.memory_analysis().temp_size_in_bytes
-    return Cost(trace_time, compile_time, count, size)
+    return count, compiled.memory_analysis().temp_size_in_bytes
 
 
 def gradient_of(case: Case) -> Callable[[Any, Any], Any]:
@@ -345,13 +374,16 @@ def share_of_zeros(actual: np.ndarray, reference: np.ndarray, small: float) -> f
     Those are not small, by this factor, beside the root mean square of any line of
     elements through them.
     """
-    if not reference.ndim:
-        return float(actual == 0 and reference != 0)
+    sizes = np.abs(reference)
     lines = [
         np.sqrt(np.mean(np.square(reference), axis, keepdims=True))
         for axis in range(reference.ndim)
     ]
-    counts = np.abs(reference) > small * functools.reduce(np.minimum, lines)
+    counts = sizes > 0
+    for line in lines[1:]:
+        lines[0] = np.minimum(lines[0], line)
+    if lines:
+        counts &= sizes > small * lines[0]
     return float(np.mean((actual == 0) & counts))
 
 
@@ -361,7 +393,3 @@ def _or_inf(x: Any) -> float:
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)

@@ -1,27 +1,33 @@
-"""Sequence models in plain JAX: Mamba, and a mixture of experts."""
+"""Sequence models that are no transformers: Mamba, RWKV, an LSTM; a mixture of experts.
+Plain JAX, but the LSTM."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
-from zoo.case import (
-    VOCAB,
-    Case,
-    cross_entropy,
-    keys,
-    next_token,
-    normal,
-    tokens,
-    uniform,
-)
+from zoo.case import Case, keys, layer_norm, normal, tokens, uniform
 from zoo.llama import rms_norm
 
-STATE, RANK, TAPS = 8, 4, 4
+VOCAB, STATE, RANK, TAPS = 64, 8, 4, 4
+
+
+def next_token(name: str, forward: Any, params: Any, time: int = 16) -> Case:
+    """The case of a language model: `forward(params, ids)` gives the logits."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = forward(params, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
+
+    return Case(name, loss, params, tokens(2, time + 1, VOCAB))
 
 
 def selective_scan(
@@ -60,8 +66,11 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
     key, e = keys(0), 2 * width
 
     def block() -> dict[str, jax.Array]:
-        low, high = math.log(1e-3), math.log(1e-1)
-        dt = jnp.exp(jax.random.uniform(key(), (e,), minval=low, maxval=high))
+        dt = jnp.exp(
+            jax.random.uniform(
+                key(), (e,), minval=math.log(1e-3), maxval=math.log(1e-1)
+            )
+        )
         return {
             "norm": jnp.ones(width),
             "w_in": normal(key(), width, 2 * e),
@@ -78,8 +87,8 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
     params = {
         "embedding": normal(key(), VOCAB, width, std=0.02),
         "blocks": [block() for _ in range(depth)],
-        "norm": jnp.ones(width),
     }
+    params["norm"] = jnp.ones(width)
 
     def forward(params: Any, ids: jax.Array) -> jax.Array:
         x = params["embedding"][ids]
@@ -87,12 +96,111 @@ def mamba(depth: int = 8, width: int = 16) -> Case:
             x = x + mamba_block(p, rms_norm(x, p["norm"]))
         return rms_norm(x, params["norm"]) @ params["embedding"].T
 
-    return next_token(forward, params, batch=2)
+    return next_token("mamba", forward, params)
+
+
+def wkv(
+    k_TxBxD: jax.Array, v_TxBxD: jax.Array, decay: jax.Array, bonus: jax.Array
+) -> jax.Array:
+    """RWKV-4's weighted mean of the past, its exponents kept from overflowing by a
+    running maximum."""
+
+    def step(carry: Any, now: Any) -> Any:
+        (num, den, top), (k, v) = carry, now
+        most = jnp.maximum(top, bonus + k)
+        old, new = jnp.exp(top - most), jnp.exp(bonus + k - most)
+        out = (old * num + new * v) / (old * den + new)
+        most = jnp.maximum(top - decay, k)
+        old, new = jnp.exp(top - decay - most), jnp.exp(k - most)
+        return (old * num + new * v, old * den + new, most), out
+
+    zero = jnp.zeros_like(k_TxBxD[0])
+    return lax.scan(step, (zero, zero, jnp.full_like(zero, -1e38)), (k_TxBxD, v_TxBxD))[
+        1
+    ]
 
 
 def shifted(x_BxTxD: jax.Array) -> jax.Array:
     """The token before each."""
     return jnp.pad(x_BxTxD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+
+
+def rwkv_block(p: Any, x: jax.Array) -> jax.Array:
+    """Time mixing, then channel mixing."""
+
+    def mixed(y: jax.Array, share: jax.Array) -> jax.Array:
+        return y * share + shifted(y) * (1 - share)
+
+    y = layer_norm(x, *p["ln_1"])
+    k, v, r = (mixed(y, p[f"mix_{name}"]) @ p[name] for name in "kvr")
+    out = wkv(
+        k.swapaxes(0, 1), v.swapaxes(0, 1), jnp.exp(p["decay"]), p["bonus"]
+    ).swapaxes(0, 1)
+    x = x + (jax.nn.sigmoid(r) * out) @ p["out"]
+    y = layer_norm(x, *p["ln_2"])
+    hidden = jnp.square(jax.nn.relu(mixed(y, p["mix_c"]) @ p["up"]))
+    return x + jax.nn.sigmoid(mixed(y, p["mix_c"]) @ p["gate"]) * (hidden @ p["down"])
+
+
+def rwkv(depth: int = 8, width: int = 16) -> Case:
+    """Decays and mixes graded over channels, as published."""
+    key, d = keys(0), width
+    graded = jnp.arange(d) / d
+
+    def block(i: int) -> dict[str, Any]:
+        share = 1 - i / depth
+        out = {f"mix_{name}": graded**share for name in "kvrc"}
+        out |= {name: normal(key(), d, d) for name in ("k", "v", "r", "out", "gate")}
+        out |= {"up": normal(key(), d, 4 * d), "down": normal(key(), 4 * d, d)}
+        out |= {
+            "decay": -5 + 8 * graded ** (0.7 + 1.3 * i / depth),
+            "bonus": jnp.full(d, math.log(0.3)),
+        }
+        return out | {name: (jnp.ones(d), jnp.zeros(d)) for name in ("ln_1", "ln_2")}
+
+    params = {
+        "embedding": normal(key(), VOCAB, d, std=1e-2),
+        "ln_0": (jnp.ones(d), jnp.zeros(d)),
+        "blocks": [block(i) for i in range(depth)],
+        "ln_out": (jnp.ones(d), jnp.zeros(d)),
+        "head": normal(key(), d, VOCAB),
+    }
+
+    def forward(params: Any, ids: jax.Array) -> jax.Array:
+        x = layer_norm(params["embedding"][ids], *params["ln_0"])
+        for p in params["blocks"]:
+            x = rwkv_block(p, x)
+        return layer_norm(x, *params["ln_out"]) @ params["head"]
+
+    return next_token("rwkv", forward, params)
+
+
+class Recurrent(nn.Module):
+    """LSTMs upon each other, and a linear readout of the last state."""
+
+    depth: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.depth):
+            x = jnp.asarray(nn.RNN(nn.OptimizedLSTMCell(self.width))(x))
+        return nn.Dense(1)(x[:, -1])[:, 0]
+
+
+def lstm(depth: int = 2, width: int = 16) -> Case:
+    """The adding problem over 200 steps: the sum of the two numbers that are marked."""
+    model = Recurrent(depth, width)
+    k1, k2 = jax.random.split(jax.random.key(1))
+    numbers = jax.random.uniform(k1, (8, 200))
+    marks = jax.nn.one_hot(jax.random.randint(k2, (8, 2), 0, 200), 200).sum(1)
+    batch = {"x": jnp.stack([numbers, marks], -1), "y": (numbers * marks).sum(1)}
+    params = model.init(jax.random.key(0), batch["x"])["params"]
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+    return Case("lstm", loss, params, batch)
 
 
 def experts(p: Any, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +245,7 @@ def moe(depth: int = 8, width: int = 16) -> Case:
             out, extra = experts(p, rms_norm(x, p["norm"]).reshape(-1, x.shape[-1]))
             x, balance = x + out.reshape(x.shape), balance + extra
         logits = rms_norm(x, jnp.ones_like(x[0, 0])) @ params["head"]
-        crossed = cross_entropy(logits, batch[:, 1:])
-        return crossed + 0.01 * balance / len(params["blocks"])
+        crossed = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return crossed.mean() + 0.01 * balance / len(params["blocks"])
 
-    return Case(loss, params, tokens(4, 17))
+    return Case("moe", loss, params, tokens(4, 17, VOCAB))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 import scalify_core as sc
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
-from zoo.measure import Subject, as_numbers, error, gradient_of, limit_of
+from zoo.measure import Gradient, Subject, as_numbers, error, gradient_of, limit_of
 
 LARGEST = 120  # exponent of a scale
 UNDETERMINED = 1 / 8  # of FP32's own noise: see `measure`
@@ -41,12 +41,18 @@ def loss_scaled(
 
         return jax.grad(loss)(params)
 
-    programs = jax.jit(sc.scalify(gradient)), jax.jit(gradient)
-    actual = {}
+    scaled, plain, actual = jax.jit(sc.scalify(gradient)), jax.jit(gradient), {}
     for exponent in exponents:
         factor = ScaledArray(jnp.float32(1), jnp.float32(2.0**exponent))
-        powers = dict.fromkeys(subject.reference, exponent)
-        actual[exponent] = _worst(subject, programs, (factor, *args), powers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gradients = (
+                as_numbers(scaled(factor, *args)),
+                as_numbers(plain(*sc.asarray((factor, *args)))),
+            )
+        actual[exponent] = _worst(
+            subject, *gradients, dict.fromkeys(subject.reference, exponent)
+        )
     return actual
 
 
@@ -64,47 +70,56 @@ def inputs_moved(subject: Subject, scales: str = "dynamic") -> dict[int, float]:
         )
     of_params, of_batch, of_gradient = subject.case.powers
     fun, args = subject.scaled("fp32", scales)
-    programs = jax.jit(fun), jax.jit(gradient_of(subject.case))
     most = max(abs(power) for power in jax.tree.leaves(subject.case.powers))
-    by_path = jax.tree_util.tree_leaves_with_path(of_gradient)
-    actual = {}
+    by_path = {
+        jax.tree_util.keystr(path): power
+        for path, power in jax.tree_util.tree_leaves_with_path(of_gradient)
+    }
+    gradient, plain, actual = jax.jit(fun), jax.jit(gradient_of(subject.case)), {}
     for exponent in (-(subject.case.reach // most), subject.case.reach // most):
 
         def moved(x: Any, power: int, exponent: int = exponent) -> Any:
-            if not is_scaled_array(x):
-                return x
-            return ScaledArray(x.data, x.scale * 2.0 ** (exponent * power))
+            return (
+                ScaledArray(x.data, x.scale * 2.0 ** (exponent * power))
+                if is_scaled_array(x)
+                else x
+            )
 
-        inputs = sc.tree.map_arrays(moved, args, (of_params, of_batch))
-        powers = {jax.tree_util.keystr(path): exponent * n for path, n in by_path}
-        actual[exponent] = _worst(subject, programs, inputs, powers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = sc.tree.map_arrays(moved, args, (of_params, of_batch))
+            gradients = (
+                as_numbers(gradient(*inputs)),
+                as_numbers(plain(*sc.asarray(inputs))),
+            )
+        actual[exponent] = _worst(
+            subject,
+            *gradients,
+            {path: exponent * power for path, power in by_path.items()},
+        )
     return actual
 
 
 def _worst(
-    subject: Subject,
-    programs: tuple[Callable, Callable],
-    inputs: tuple,
-    exponents: dict[str, int],
+    subject: Subject, actual: Gradient, plain: Gradient, exponents: dict[str, int]
 ) -> float:
-    """Return the largest error over its limit of the gradients of two programs, scaled
-    and plain, whose leaves are 2^exponent times what they are by themselves.
+    """The largest error over its limit, the gradient's leaves being 2^exponent times
+    what they are by themselves.
 
     What plain FP32 code loses of the same inputs may be lost: numbers below 2^-126, on
     the way or at the end.
     """
-    scaled, as_plain = programs
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        actual = as_numbers(scaled(*inputs))
-        plain = as_numbers(as_plain(*sc.asarray(inputs)))
     worst = 0.0
     for path, x in subject.reference.items():
-        if subject.noise[path] >= UNDETERMINED:
-            continue
-        size, factor = max(float(np.linalg.norm(x)), 1e-300), 2.0 ** -exponents[path]
-        lost = math.sqrt(x.size) * 2.0**-126 * factor / size
-        lost += 2 * error(plain[path] * factor, x)
-        limit = limit_of(subject, "fp32", path, 0.0) + lost
-        worst = max(worst, error(actual[path] * factor, x) / limit)
+        exponent = exponents[path]
+        lost = (
+            math.sqrt(x.size)
+            * 2.0 ** (-126 - exponent)
+            / max(float(np.linalg.norm(x)), 1e-300)
+        )
+        lost += 2 * error(plain[path] * 2.0**-exponent, x)
+        off = error(actual[path] * 2.0**-exponent, x) / (
+            limit_of(subject, "fp32", path, 0.0) + lost
+        )
+        worst = max(worst, off if subject.noise[path] < UNDETERMINED else 0.0)
     return worst
