@@ -219,11 +219,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what a killed `write_atomically` left in a directory.
+    """Remove what a killed `replaced_atomically` left in a directory, and nothing else
+    with the same suffix.
 
     Only the holder of the directory's lock may call it.
     """
-    for partial in directory.glob(f"*{PARTIAL}"):
+    for partial in directory.glob(f".{'[0-9a-f]' * 16}{PARTIAL}"):
         partial.unlink(missing_ok=True)
 
 

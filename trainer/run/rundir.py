@@ -47,7 +47,8 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.text import override, redact
 from trainer.version import __version__
 
-# Files that a run writes, which a user may have under the same name.
+# Files that a run writes, which a user may have under the same name. The folders that
+# it writes to are in `FOLDERS`.
 REPLACED = (
     "metrics.jsonl",
     "samples.txt",
@@ -58,7 +59,9 @@ REPLACED = (
     "report.html",
     "evaluation.json",
     "divergence.txt",
+    "hang.txt",
 )
+HOLDER = "process "  # begins the content of a trainer's .lock
 # Keys that a resumed run may change. They decide how long, how often and where it
 # runs, but not which numbers it computes.
 MAY_CHANGE = (
@@ -159,6 +162,7 @@ class RunDir:
         with explain_unwritable(f"to run_dir={path}", OTHER_RUN_DIR):
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
+            self._check_is_run_or_free()
             self._status = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -166,17 +170,19 @@ class RunDir:
             if not self._still_owns_lock():
                 raise BlockingIOError  # the previous holder has removed it meanwhile
         except BlockingIOError:
-            holder = (
-                os.pread(self._lock, 200, 0).decode(errors="replace").strip()
-                or "another process"
-            )
+            holder = self._holder() or "another process"
             self.release()
             raise UserError(
                 f"run_dir={path} is in use by {holder}; stop it, or choose another"
                 " run_dir"
             ) from None
-        # The lock makes this safe: nobody else writes here.
-        remove_partial(path)
+        last_holder = self._holder()
+        if last_holder and not last_holder.startswith(HOLDER):
+            self.release()
+            raise UserError(
+                f"run_dir={path} has a .lock that no trainer wrote; choose another"
+                " run_dir, or move it away"
+            )
         # A forked child would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self.release)
         # On a full disk the lock holds too, but without its holder's name.
@@ -184,9 +190,13 @@ class RunDir:
             os.ftruncate(self._lock, 0)
             os.pwrite(
                 self._lock,
-                f"process {os.getpid()} on {socket.gethostname()}\n".encode(),
+                f"{HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode(),
                 0,
             )
+
+    def _holder(self) -> str:
+        """Return the last process that wrote its name into `.lock`; empty: none."""
+        return os.pread(self._lock, 200, 0).decode(errors="replace").strip()
 
     def release(self) -> None:
         """Release the directory for other processes."""
@@ -257,9 +267,7 @@ class RunDir:
         Raises:
           UserError: the message names the keys that differ.
         """
-        path = self.path / "config.yaml"
-        if not path.exists():
-            self._check_no_other_files()
+        if not (self.path / "config.yaml").exists():
             return
         differing = config_differences(self._saved_config(), config, may_change, fixed)
         if differing:
@@ -275,15 +283,21 @@ class RunDir:
                 f" run_dir{hint}"
             )
 
-    def _check_no_other_files(self) -> None:
-        """Refuse a directory that is no run, but has files that a run would replace."""
-        if has_checkpoints(self.path):  # a run whose config.yaml was removed
+    def _check_is_run_or_free(self) -> None:
+        """Refuse a directory that is no run, but has files that a run would change."""
+        path = self.path
+        # If its config.yaml was removed, a run is known by its checkpoints.
+        if (path / "config.yaml").exists() or has_checkpoints(path):
             return
-        present = [name for name in REPLACED if (self.path / name).exists()]
+        present = [f"a {name}" for name in REPLACED if (path / name).exists()]
+        for name in FOLDERS:
+            # A trainer that was killed at its start may leave hidden files.
+            if any(entry.name[0] != "." for entry in (path / name).glob("*")):
+                present.append(f"files in {name}/")
         if present:
             raise UserError(
-                f"run_dir={self.path} is no run, and has a {present[0]}, which a run"
-                " would replace; choose another run_dir, or move it away"
+                f"run_dir={path} is no run, and has {present[0]}, which a run"
+                " would change; choose another run_dir, or move them away"
             )
 
     def check_no_effect_after_end(self, step: int, config: Mapping[str, Any]) -> None:
@@ -355,6 +369,8 @@ class RunDir:
         """
         self.check(config, may_change=may_change)
         if self._is_first_process:
+            # Nobody else writes into a run that this process holds.
+            remove_partial(self.path)
             self._config = yaml.safe_dump(dict(config), sort_keys=False)
             write_text(self.path / "config.yaml", self._config)
 
@@ -374,8 +390,11 @@ class RunDir:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return whether a run directory has a checkpoint, readable or not."""
-    return any(entry.name.isdecimal() for entry in (run_dir / "checkpoints").glob("*"))
+    """Return whether a directory has a checkpoint that a trainer wrote, intact or
+    not.
+    """
+    manifests = (run_dir / "checkpoints").glob("*/manifest/metadata")
+    return any(file.parts[-3].isdecimal() for file in manifests)
 
 
 def config_differences(

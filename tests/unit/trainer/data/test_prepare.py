@@ -242,9 +242,10 @@ def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     directory = tmp_path / "cache" / complete.name
     with (directory / "journal.jsonl").open("a") as file:
         file.write('{"position": nothing')
-    (directory / "train-00099.bin.1.partial").write_bytes(b"half")
-    message = "preparation is unfinished: run it again to continue"
-    with pytest.raises(UserError, match=message):
+    (directory / ".0123456789abcdef.partial").write_bytes(b"half")
+    with pytest.raises(
+        UserError, match="preparation is unfinished: run it again to continue"
+    ):
         Manifest.load(directory)
     assert content(proceed()) == content(complete)
 

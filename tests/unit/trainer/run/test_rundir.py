@@ -101,20 +101,42 @@ def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
             run_dir.check(longer, fixed=[fixed])
 
 
-def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
-    run_dir.write_config(CONFIG)
-    (run_dir.path / "config.yaml").write_text("{]")
-    with pytest.raises(UserError, match=r"config.yaml is damaged"):
-        run_dir.write_config(CONFIG)
-    meta = {"config": json.loads(json.dumps(CONFIG))}
-    with Checkpointer(run_dir.path / "checkpoints") as checkpointer:
-        checkpointer.save(3, {"x": jnp.ones(2)}, meta)
-    for damage in ("", "{", "[]"):
-        (run_dir.path / "config.yaml").write_text(damage)
-        with pytest.raises(UserError, match=r"seed=2 \(was 1\)"):
-            run_dir.check(CONFIG | {"seed": 2})
-        run_dir.write_config(CONFIG)
-        assert saved_config(run_dir)["seed"] == 1
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("samples.txt", "is no run, and has a samples.txt"),
+        ("metrics.jsonl", "is no run, and has a metrics.jsonl"),
+        ("tokenizer.json", "is no run, and has a tokenizer.json"),
+        ("hang.txt", "is no run, and has a hang.txt"),
+        (".lock", r"has a \.lock that no trainer wrote"),
+        # another framework's
+        ("checkpoints/1000/model.bin", "is no run, and has files in checkpoints/"),
+        ("checkpoints/step-1/model.bin", "is no run, and has files in checkpoints/"),
+        ("tensorboard/events.tfevents.1", "is no run, and has files in tensorboard/"),
+    ],
+)
+def test_a_directory_that_is_no_run_keeps_its_files(tmp_path, name, said):
+    for path in (tmp_path / name, tmp_path / "film.partial"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("the user's own")
+    with pytest.raises(UserError, match=said):
+        RunDir(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(files) == sorted([tmp_path / name, tmp_path / "film.partial"])
+    assert {path.read_text() for path in files} == {"the user's own"}
+
+
+def test_a_start_that_was_killed_early_can_be_repeated(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in (".lock", "checkpoints/.writable-0", ".0123456789abcdef.partial"):
+        (tmp_path / name).touch()
+    (tmp_path / ".lock").write_text("process 1 on somewhere\n")
+    (tmp_path / "film.partial").write_text("the user's own")
+    with RunDir(tmp_path) as held:
+        held.write_config(CONFIG)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(".lock", "checkpoints", "config.yaml", "film.partial"),
+    }
 
 
 def test_a_directory_that_is_no_run_keeps_its_files(run_dir):

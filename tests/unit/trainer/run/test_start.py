@@ -171,6 +171,7 @@ def test_a_step_that_is_gone_is_named_with_those_that_are_there(tmp_path):
 
 def test_weights_of_a_run_that_still_trains_are_refused(tmp_path):
     checkpoints(tmp_path / "run", 20)
+    (tmp_path / "run" / "config.yaml").touch()
     check_start(tmp_path / "new", "auto", None, str(tmp_path / "run"))
     with (
         RunDir(tmp_path / "run"),
