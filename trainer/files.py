@@ -22,6 +22,10 @@ from trainer.errors import DISK_FULL, UserError
 
 PARTIAL = ".partial"  # ends the name of a file that is being written
 MAX_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
+# Nested values of a file. Functions that call themselves for each level fail at about
+# a thousand: Python's parsers, json.dumps, copy.deepcopy.
+MAX_DEPTH = 100
+MAX_INT_BITS = 4096  # of a YAML number: Python writes no number of 4,300 digits
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
 LOG_BYTES = 1 << 31  # of a file that grows with a run
@@ -60,7 +64,7 @@ def read_object(path: Path, most: int = TEXT_BYTES) -> dict[str, Any]:
       UserError: it holds anything else.
     """
     try:
-        tree = json.loads(read_file(path, most))
+        tree = parse_json(read_file(path, most))
     except ValueError as error:
         raise UserError(
             f"{path} is not JSON ({error}); download or copy it again"
@@ -71,6 +75,33 @@ def read_object(path: Path, most: int = TEXT_BYTES) -> dict[str, Any]:
             " it again"
         )
     return tree
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that somebody else may have written.
+
+    Raises:
+      ValueError: it is not JSON, or nested deeper than `MAX_DEPTH`.
+    """
+    try:
+        tree = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+    _check_depth(tree)
+    return tree
+
+
+def _check_depth(tree: Any) -> None:
+    level = [[tree]]
+    for _ in range(MAX_DEPTH + 1):
+        level_below = []
+        for node in level:
+            values = node.values() if isinstance(node, dict) else node
+            level_below += [v for v in values if isinstance(v, dict | list)]
+        if not level_below:
+            return
+        level = level_below
+    raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
 def check_regular(path: Path) -> None:
@@ -117,34 +148,49 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML of a saved configuration into plain values.
 
     Raises:
-      ValueError: not YAML, more than `YAML_BYTES`, nested too deep, an alias, or a date
-        or number out of range.
+      ValueError: not YAML, more than `YAML_BYTES`, nested deeper than `MAX_DEPTH`, an
+        alias, or a value that its tag does not allow or that is out of range.
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"more than {YAML_BYTES} characters")
     if text.count("[") + text.count("{") > MAX_BRACKETS:
-        raise ValueError("nested too deep")
+        raise ValueError(f"more than {MAX_BRACKETS} brackets")
     try:
-        return yaml.load(text, _PlainLoader)
+        tree = yaml.load(text, _PlainLoader)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
     except yaml.MarkedYAMLError as error:
         # Not the line itself: the file may be a link to a secret.
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{error.problem}{line}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())[:100]) from error
+    except Exception as error:  # PyYAML indexes `!!int ""`, and looks `!!bool x` up
+        raise ValueError(
+            f"a value that its type does not allow ({type(error).__name__})"
+        ) from error
+    _check_depth(tree)
+    return tree
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping with text as keys.
+    """Read a YAML file as `parse_mapping` parses it.
 
     Raises:
       ValueError: it holds anything else (`UnicodeDecodeError` is one).
       UserError: see `read_file`.
       OSError: it cannot be read.
     """
-    tree = parse_yaml(read_file(path, YAML_BYTES).decode("utf-8"))
+    return parse_mapping(read_file(path, YAML_BYTES).decode("utf-8"))
+
+
+def parse_mapping(text: str) -> dict[str, Any]:
+    """Parse YAML that is a mapping with text as keys.
+
+    Raises:
+      ValueError: it is anything else, or see `parse_yaml`.
+    """
+    tree = parse_yaml(text)
     if not isinstance(tree, dict):
         raise ValueError("not a mapping of keys to values")
     _check_keys(tree)
@@ -166,6 +212,8 @@ def _check_values(value: Any) -> None:
             _check_values(item)
     elif not isinstance(value, str | int | float | None):
         raise ValueError(f"a value is of type {type(value).__name__}")
+    elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"a number of {value.bit_length()} bits")
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

@@ -6,7 +6,6 @@ no cache that its configuration names is used.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from trainer.config.phases import phase_at, precisions_until
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
-from trainer.files import path_of, read_file, refuse_links
+from trainer.files import parse_json, path_of, read_file, refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.functional import Params
@@ -207,7 +206,7 @@ def without_saved_cache(
     saved = path_of(c.data.cache_dir or cache)
     for file in sorted(saved.glob("*/manifest.json")):
         with contextlib.suppress(OSError, UserError, ValueError, TypeError, KeyError):
-            if json.loads(read_file(file))["fingerprint"] == fingerprint:
+            if parse_json(read_file(file))["fingerprint"] == fingerprint:
                 data = dataclasses.replace(
                     data, source="prepared", prepared_dir=str(file.parent.absolute())
                 )

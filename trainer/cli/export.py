@@ -252,14 +252,15 @@ def main(args: Arguments) -> None:
     eot = model.tokenizer.eot
     run_dir, out = Path(args.run_dir), Path(args.out)
     origin = original_directory(model.config, run_dir, model.tokenizer)
-    # A tokenizer that cannot be exported is refused before the weights are written.
+    # What cannot be exported is refused before the weights are written.
+    generation_settings = generation_config(origin, eot)
     if origin is None:
         check_hf_pattern(model.tokenizer)
         original_files = []
     else:
         original_files = tokenizer_files(origin)
     weights = save(args.out, model.spec, params, eot, kernels)
-    write_object(out / "generation_config.json", generation_config(origin, eot))
+    write_object(out / "generation_config.json", generation_settings)
     if origin is None:
         tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
     else:

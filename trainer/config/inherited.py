@@ -3,13 +3,12 @@ anything is built.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import read_file, read_mapping, well_formed
+from trainer.files import parse_json, read_file, read_mapping, well_formed
 from trainer.models.other_formats import check_format
 from trainer.models.registry import SPECS, family_name_of
 from trainer.models.weight_files import check_sizes
@@ -100,7 +99,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         family = model["family"]
         keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
-    except (*DAMAGED, RecursionError) as error:
+    except DAMAGED as error:
         raise UserError(
             f"{file} is damaged: it does not tell the model; choose the model by name"
         ) from error
@@ -121,12 +120,12 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
             " by name"
         )
     try:
-        config = json.loads(read_file(file))
+        config = parse_json(read_file(file))
         name = family_name_of(config)
         architecture = SPECS[name].keys_of_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except (*DAMAGED, RecursionError) as error:
+    except DAMAGED as error:
         raise UserError(
             f"{file} does not tell the sizes of a model ({error}); choose the model by"
             " name"

@@ -25,6 +25,7 @@ from trainer.data.tokenizer import Tokenizer, load_saved
 from trainer.errors import UserError
 from trainer.files import (
     check_regular,
+    parse_json,
     path_of,
     read_file,
     well_formed,
@@ -144,7 +145,7 @@ class Manifest:
                 f"{directory} holds no prepared data (no {MANIFEST}); {hint}"
             )
         with well_formed(path, repair(directory)):
-            tree = json.loads(read_file(path))
+            tree = parse_json(read_file(path))
             version = tree["format"]
             if version not in READABLE_VERSIONS:
                 raise UserError(
@@ -351,8 +352,9 @@ def crc32(path: Path) -> int:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} if the file is missing or torn."""
+    """Return the JSON object in a file; {} if there is none."""
     try:
-        return dict(json.loads(read_file(path)))
+        tree = parse_json(read_file(path))
     except (OSError, ValueError):
         return {}
+    return tree if isinstance(tree, dict) else {}

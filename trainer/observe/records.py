@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.files import LOG_BYTES, read_file, well_formed, write_atomically
+from trainer.files import (
+    LOG_BYTES,
+    parse_json,
+    read_file,
+    well_formed,
+    write_atomically,
+)
 
 
 class Sample(NamedTuple):
@@ -39,7 +45,7 @@ def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
 
 def decode_row(line: str) -> dict[str, Any]:
     """Return the values of a row of numbers, without its step."""
-    row = json.loads(line)
+    row: dict[str, Any] = parse_json(line)
     row.pop("step", None)
     for name, value in row.items():
         if isinstance(value, str):  # NaN or an infinity
@@ -87,8 +93,8 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     # The text after the last newline is empty, or a torn row.
     for number, line in enumerate(lines[:-1], 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if not is_row(row):
             raise UserError(
@@ -195,7 +201,7 @@ def read_samples(path: Path) -> list[Sample]:
         for match in SAMPLE.finditer(data):
             lines = match[3].decode().split("\n")[:-1]
             text = "\n".join(line[2:] for line in lines)
-            samples.append(Sample(int(match[1]), json.loads(match[2]), text))
+            samples.append(Sample(int(match[1]), parse_json(match[2]), text))
     return samples
 
 

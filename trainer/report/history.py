@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,13 @@ from typing import Any, NamedTuple, Self
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
-from trainer.files import parse_yaml, read_file, refuse_links, well_formed
+from trainer.files import (
+    parse_json,
+    parse_mapping,
+    read_file,
+    refuse_links,
+    well_formed,
+)
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
 from trainer.report.charts import COLORS, Clock, Line, Mark, smoothed
@@ -67,7 +72,7 @@ def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
         f"{run_dir}/evaluation.json",
         "remove it, or let `scalify-trainer evaluate` write it again",
     ):
-        document = json.loads(text)
+        document = parse_json(text)
         losses = {
             r["precision"]: math.nan if r["loss"] is None else float(r["loss"])
             for r in document["results"]
@@ -220,9 +225,7 @@ class History:
 
     @functools.cached_property
     def _whole_settings(self) -> dict[str, Any]:
-        tree = parse_yaml(self.config) if self.config else {}
-        if not isinstance(tree, dict):
-            raise ValueError("not a mapping")
+        tree = parse_mapping(self.config) if self.config else {}
         return dict(flatten(renamed_keys(tree)))
 
     @functools.cached_property

@@ -32,6 +32,7 @@ from trainer.files import (
     OTHER_RUN_DIR,
     check_files,
     explain_unwritable,
+    parse_json,
     read_file,
     well_formed,
     write_atomically,
@@ -253,7 +254,7 @@ class Checkpointer:
         """
         folder, val_loss = self.directory / str(step), manifest["val_loss"]
         file = folder / "manifest" / "metadata"
-        saved = json.loads(read_file(file))
+        saved = parse_json(read_file(file))
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         if saved["meta"].get("unfinished") is None:

@@ -5,7 +5,6 @@ each value has a type and bounds here, as a configuration's values have, and no 
 module reads metadata before it is validated.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,7 +19,13 @@ from trainer.bounds import Bound, Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import MAX_EXPANSION, TEXT_BYTES, read_file, well_formed
+from trainer.files import (
+    MAX_EXPANSION,
+    TEXT_BYTES,
+    parse_json,
+    read_file,
+    well_formed,
+)
 from trainer.models.registry import SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
@@ -152,7 +157,7 @@ def validate_metadata(
                 if key in meta:
                     converted(hint, meta[key], key)  # raises if it is invalid
             row = meta.get("unfinished")
-            if row is not None and not _is_unfinished(json.loads(row)):
+            if row is not None and not _is_unfinished(parse_json(row)):
                 raise ValueError("its unfinished row is no row of a step")
             for name, leaf in leaves.items():
                 _check_leaf(name, leaf)
@@ -234,13 +239,13 @@ def is_loss_intact(folder: Path) -> bool:
     none, as in earlier versions, or is unreadable, which is reported later.
     """
     try:
-        loss = json.loads(read_file(folder / "metrics" / "metrics"))["val_loss"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
+    except (ValueError, TypeError, KeyError):
         return False
     try:
-        manifest = json.loads(read_file(folder / "manifest" / "metadata"))
+        manifest = parse_json(read_file(folder / "manifest" / "metadata"))
         expected = manifest.get("val_loss", loss)
-    except (ValueError, AttributeError, RecursionError, FileNotFoundError):
+    except (ValueError, AttributeError, FileNotFoundError):
         expected = loss
     return isinstance(loss, float) and loss == expected
 
@@ -268,7 +273,7 @@ def check_chunks(folder: Path) -> None:
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     for key in store.list().result():
         array, _, name = key.decode().rpartition("/")
-        if name == ".zarray" and _fits_array(json.loads(store[key])):
+        if name == ".zarray" and _fits_array(parse_json(store[key])):
             continue
         if re.fullmatch(r"\d+(\.\d+)*", name) is None:
             raise UserError(

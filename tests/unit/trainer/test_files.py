@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import (
     check_regular,
     no_follow,
+    parse_json,
     parse_yaml,
     path_of,
     read_file,
     read_mapping,
+    read_object,
     refuse_links,
     write_atomically,
 )
@@ -104,6 +107,12 @@ def test_links_are_looked_for_where_a_run_writes(tmp_path):
         "!!python/object/apply:os.system [true]",
         "[" * 3000,
         "x: 2001-99-99",
+        'a: !!int ""',
+        'a: !!float "-"',
+        f"a: {'1:' * 200}1.5",
+        "a: !!bool foo",
+        "a: !!timestamp foo",
+        "\n".join(" " * i + "a:" for i in range(150)),
         "{",
         "a" * (1 << 21),
     ],
@@ -113,7 +122,10 @@ def test_yaml_that_is_more_than_data_is_a_value_error(text):
         parse_yaml(text)
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"[]", b"3: 4", b"a: {3: 4}", b"null", b""])
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff", b"[]", b"3: 4", b"a: {3: 4}", b"null", b"", b"a: 0x" + b"f" * 5000],
+)
 def test_what_is_no_mapping_of_text_is_a_value_error(tmp_path, data):
     (tmp_path / "config.yaml").write_bytes(data)
     with pytest.raises(ValueError, match=r"."):
@@ -157,3 +169,28 @@ def test_a_file_of_holes_is_refused(tmp_path, hole, stored, is_refused):
 def test_the_home_of_nobody_is_a_path_as_any_other():
     assert path_of("~nobody-of-that-name/x") == Path("~nobody-of-that-name/x")
     assert path_of("~/x") == Path.home() / "x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", b"\xff", "1" * 5000, "[" * 200_000, "[" * 200 + "]" * 200, '{"a":' * 3000],
+)
+def test_json_that_is_more_than_data_is_a_value_error(tmp_path, text):
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+    data = text.encode() if isinstance(text, str) else text
+    (tmp_path / "index.json").write_bytes(data)
+    with pytest.raises(UserError, match=r"index\.json is not JSON \("):
+        read_object(tmp_path / "index.json")
+    assert read_json_or_empty(tmp_path / "index.json") == {}
+
+
+@pytest.mark.parametrize("text", ["3", "null", '[["a", 1]]', '"x"'])
+def test_json_that_is_no_object_is_empty(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert read_json_or_empty(tmp_path / "a.json") == {}
+
+
+def test_json_may_be_nested_as_deep_as_a_parser_of_it_bears():
+    assert parse_json("[" * 100 + "]" * 100) != []
+    assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}

@@ -1,12 +1,11 @@
 """Reader of W&B's local transaction logs, which needs no server."""
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import LOG_BYTES, read_file
+from trainer.files import LOG_BYTES, parse_json, read_file
 
 BLOCK = 32768
 # Checksum, length, and type: 1 whole record, or its 2 first, 3 middle, 4 last part.
@@ -51,7 +50,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a W&B transaction log."""
     for history in _history_records(path):
         yield {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            item.key or "/".join(item.nested_key): parse_json(item.value_json)
             for item in history.item
         }
 

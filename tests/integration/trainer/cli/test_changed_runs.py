@@ -89,19 +89,37 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(run_dir, monkeypatch):
     assert not Path("out").exists()
 
 
+def test_a_tokenizer_that_cannot_be_exported_is_refused_before_the_weights(
+    run_dir, monkeypatch
+):
+    model = saved_model.restore_run(run_dir)
+    model.tokenizer.pattern = r"(?s).\n|.|\n"
+    monkeypatch.setattr(saved_model, "restore_run", lambda *_: model)
+    with pytest.raises(UserError, match="reads its word pattern"):
+        export.main(export.Arguments(run_dir=str(run_dir), out="out"))
+    assert not Path("out").exists()
+
+
+def test_settings_that_cannot_be_read_are_refused_before_the_weights(
+    run_dir, tmp_path, monkeypatch
+):
+    (tmp_path / "generation_config.json").write_text("[" * 200_000)
+    monkeypatch.setattr(export, "original_directory", lambda *_: tmp_path)
+    with pytest.raises(UserError, match=r"generation_config\.json is not JSON"):
+        export.main(export.Arguments(run_dir=str(run_dir), out="out"))
+    assert not Path("out").exists()
+
+
 def test_nothing_is_prepared_where_a_saved_configuration_says(tmp_path):
     stranger, mine = tmp_path / "stranger", tmp_path / "mine"
     keys = ["data=text", "data.paths=[secret.txt]", f"data.cache_dir={stranger}"]
     c = compose_config(keys)
     data = saved_model.without_saved_cache(c, "f1", mine).data
     assert (data.source, data.cache_dir) == ("text", str(mine))
-    prepared = stranger / "text-byte"
-    for folder, manifest in (
-        (prepared, '{"fingerprint": "f1"}'),
-        (stranger / "odd", "["),
-    ):
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(manifest)
+    (stranger / "text-byte").mkdir(parents=True)
+    (stranger / "text-byte" / "manifest.json").write_text('{"fingerprint": "f1"}')
+    (stranger / "odd").mkdir()
+    (stranger / "odd" / "manifest.json").write_text("[" * 200_000)
     data = saved_model.without_saved_cache(c, "f1", mine).data
     assert (data.source, data.prepared_dir) == ("prepared", str(prepared))
 
