@@ -9,7 +9,6 @@ Exports are compressed-tensors with one scale for a weight, and one for its laye
 input unless that is measured.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,8 +169,8 @@ class Fp8Weights(NamedTuple):
                 f"{file}: {name} holds scales that are negative or not finite"
             )
         if self.block is not None and len(shape) == 2:
-            blocks = tuple(map(math.ceil, np.divide(shape, self.block)))
-            valid = [blocks]
+            rows, columns = self.block
+            valid = [(-(-shape[0] // rows), -(-shape[1] // columns))]
         else:
             valid = [(), (1,), (shape[0], 1)]
         if scale.shape not in valid:
@@ -181,8 +180,10 @@ class Fp8Weights(NamedTuple):
             )
         if self.block is None or len(shape) != 2:
             return scale
-        rows = np.repeat(scale, self.block[0], axis=0)[: shape[0]]
-        return np.repeat(rows, self.block[1], axis=1)[:, : shape[1]]
+        # config.json may name blocks that are larger than any weight.
+        rows, columns = map(min, self.block, shape)
+        scale = np.repeat(scale, rows, axis=0)[: shape[0]]
+        return np.repeat(scale, columns, axis=1)[:, : shape[1]]
 
 
 def block_of(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:

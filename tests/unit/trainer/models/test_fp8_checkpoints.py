@@ -82,4 +82,13 @@ def test_each_row_may_have_a_scale():
 )
 def test_scales_and_quantizations_that_do_not_fit_are_refused(settings, scale, words):
     with pytest.raises(UserError, match=words):
-        widened(settings, "weight_scale", scale)
+        Fp8Weights.of_config({"quantization_config": given})
+
+
+def test_a_block_may_be_larger_than_the_weight_and_takes_no_memory(tmp_path):
+    narrow = np.full((4, 6), 2, E4M3)
+    scale = np.array([[1.0, 3.0]], np.float32)
+    weights = Fp8Weights((1 << 70, 3))
+    tensors = {"a.weight": narrow, "a.weight_scale": scale}
+    (wide,) = weights.widen(tmp_path, tensors).values()
+    np.testing.assert_array_equal(wide, [[2, 2, 2, 6, 6, 6]] * 4)
