@@ -199,7 +199,8 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
 
     Args:
       source: a directory or file of weights; without files nothing is checked.
-      sizes: `n_layer`, `d_model` and `vocab_size`. A weight takes a byte at least.
+      sizes: `n_layer`, `d_model` and `vocab_size`; `d_mlp` and `head_dim`, if they are
+        known. A weight takes a byte at least.
 
     Raises:
       UserError: the weights do not fit into the files.
@@ -209,11 +210,14 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
     layers, width, ids = map(
         int, (sizes["n_layer"], sizes["d_model"], sizes["vocab_size"])
     )
-    needed_bytes = layers * width**2 + ids * width
+    # Each layer has a matrix with the width as one side, and this as the other.
+    widest = max(width, *(int(sizes.get(key) or 0) for key in ("d_mlp", "head_dim")))
+    needed_bytes = layers * width * widest + ids * width
     if files and needed_bytes > file_bytes:
         raise UserError(
             f"{config_beside(source)}: {layers:,} layers of width {width:,} and {ids:,}"
-            f" ids take at least {needed_bytes:,} bytes, but the weights beside it have"
+            f" ids, with matrices of {widest:,} columns, take at least"
+            f" {needed_bytes:,} bytes, but the weights beside it have"
             f" {file_bytes:,}; download or copy both again"
         )
 

@@ -64,7 +64,7 @@ def load_llama(
     """
     path = Path(path)
     spec = read_spec(config_beside(path), cls)
-    sizes = ("n_layer", "d_model", "vocab_size")
+    sizes = ("n_layer", "d_model", "vocab_size", "d_mlp", "head_dim")
     check_sizes(path, {name: getattr(spec, name) for name in sizes})
     fp8 = Fp8Weights.of_config(read_object(config_beside(path)))
     named = with_prefix(path, read_tensors(path, fp8), "model.", ROOTS)
