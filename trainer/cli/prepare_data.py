@@ -71,6 +71,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
                 f" {' '.join(overrides)}"
             )
         manifest = Manifest.load(Path(args.verify), thorough=True)
+        manifest.get_tokenizer()  # raises UserError if it does not fit the manifest
     else:
         manifest = prepare_text(text_settings(overrides))
     show("\n".join(describe(manifest)))

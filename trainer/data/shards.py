@@ -123,17 +123,17 @@ class Manifest:
     def load(cls, directory: Path, *, thorough: bool = False) -> "Manifest":
         """Read the manifest and check its shards.
 
-        The size of every shard is always checked. CRC-32s are checked at every opening
-        while all shards together are at most 256 MiB. Above that they are checked once,
-        and again when size or times of the shard change.
+        The size of every shard is always checked. CRC-32s and ids are checked at every
+        opening while all shards together are at most 256 MiB. Above that they are
+        checked once, and again when size or times of the shard change.
 
         Args:
           directory: the prepared directory.
-          thorough: check every CRC-32.
+          thorough: check every CRC-32 and every id.
 
         Raises:
           UserError: no manifest, one of another format, or a missing, truncated or
-              altered shard.
+              altered shard, or one with an id beyond the vocabulary.
         """
         directory = Path(directory)
         path = directory / MANIFEST
@@ -233,6 +233,15 @@ class Manifest:
                 f"the tokenizer files of {self.directory} were altered;"
                 f" {repair(self.directory)}"
             )
+        sizes, expected = (
+            f"{made.vocab_size} ids and {made.eot} after each document"
+            for made in (self, tokenizer)
+        )
+        if sizes != expected:
+            raise UserError(
+                f"{self.directory / MANIFEST} says {sizes}, its tokenizer has"
+                f" {expected}; {repair(self.directory)}"
+            )
         return tokenizer
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
@@ -246,7 +255,11 @@ class Manifest:
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
-        stamps = {shard.name: self._checked_stamp(shard) for shard in self.shards}
+        # Ids below one vocabulary size need not be below another.
+        stamps = {
+            shard.name: [*self._checked_stamp(shard), self.vocab_size]
+            for shard in self.shards
+        }
         is_small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
         name = hashlib.blake2b(bytes(self.directory.resolve()), digest_size=16)
         record = path_of(VERIFIED) / f"{name.hexdigest()}.json"
@@ -258,7 +271,7 @@ class Manifest:
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             # An error of a worker is only raised when its result is read.
-            for _ in pool.map(self._check_crc, unverified):
+            for _ in pool.map(self._check_content, unverified):
                 pass
         if unverified and not is_small:
             # Shards that cannot be recorded are verified again at the next start.
@@ -281,7 +294,7 @@ class Manifest:
     def verify_shard(self, shard: Shard) -> None:
         """Raise UserError for a shard that differs from the manifest."""
         self._checked_stamp(shard)
-        self._check_crc(shard)
+        self._check_content(shard)
 
     def _checked_stamp(self, shard: Shard) -> list[int]:
         path, stamp = self.directory / shard.name, self.stamp(shard)
@@ -301,12 +314,19 @@ class Manifest:
             )
         return stamp
 
-    def _check_crc(self, shard: Shard) -> None:
-        crc = crc32(self.directory / shard.name)
+    def _check_content(self, shard: Shard) -> None:
+        path = self.directory / shard.name
+        crc, largest = crc32_and_largest(path, np.dtype(self.dtype).newbyteorder("<"))
         if crc != shard.crc32:
             raise UserError(
-                f"shard {self.directory / shard.name} has checksum {crc:08x}, its"
+                f"shard {path} has checksum {crc:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
+            )
+        # JAX reads an embedding of such an id as NaN, without an error.
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"shard {path} has the id {largest}, but its tokenizer's ids are below"
+                f" {self.vocab_size}; {repair(self.directory)}"
             )
 
 
@@ -342,13 +362,15 @@ def repair(directory: Path) -> str:
     return f"remove it (rm -r {shlex.quote(str(directory))}) and prepare the data again"
 
 
-def crc32(path: Path) -> int:
-    """Return the CRC-32 of a file's bytes."""
-    crc = 0
+def crc32_and_largest(path: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return the CRC-32 of a file's bytes, and the largest of its numbers."""
+    crc = largest = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
             crc = zlib.crc32(chunk, crc)
-    return crc
+            numbers = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
+            largest = max(largest, int(numbers.max(initial=0)))
+    return crc, largest
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:

@@ -5,11 +5,13 @@ import json
 import os
 import shlex
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trainer.cli import prepare_data
 from trainer.data import Loader, Manifest, TextSource, prepare, shards
 from trainer.errors import UserError
 
@@ -76,9 +78,11 @@ def test_large_data_is_read_through_once_and_again_when_touched(
     directory, memory, monkeypatch
 ):
     read = []
-    crc32 = shards.crc32
+    content = shards.crc32_and_largest
     monkeypatch.setattr(
-        shards, "crc32", lambda path: read.append(path.name) or crc32(path)
+        shards,
+        "crc32_and_largest",
+        lambda path, dtype: read.append(path.name) or content(path, dtype),
     )
     total = len(Manifest.load(directory).shards)
     assert len(read) == total
@@ -101,7 +105,8 @@ def test_a_directory_does_not_vouch_for_its_own_shards(directory, memory):
     stamps = json.loads(file.read_text())
     stat = (directory / "train-00001.bin").stat()
     stamps["train-00001.bin"] = [
-        getattr(stat, f"st_{name}") for name in ("size", "mtime_ns", "ctime_ns", "ino")
+        *(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino),
+        stamps["train-00001.bin"][-1],
     ]
     (directory / "verified.json").write_text(json.dumps(stamps))
     damaged(directory, r"train-00001\.bin has checksum")
@@ -199,3 +204,40 @@ def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(
     # the same content is what the manifest says, whatever its times
     path.write_bytes(data)
     loader.samples(everything)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(directory):
+    path = directory / "train-00001.bin"
+    ids = np.fromfile(path, "<u2")
+    size = Manifest.load(directory).vocab_size
+    for i, is_valid in ((size - 1, True), (size, False)):
+        ids[7] = i
+        ids.tofile(path)
+        shard = {"crc32": zlib.crc32(ids.tobytes())}
+        rewrite(
+            directory,
+            lambda tree, new=shard: tree["splits"]["train"]["shards"][1].update(new),
+            signed=True,
+        )
+        if is_valid:
+            Manifest.load(directory)
+        else:
+            damaged(directory, rf"{path.name} has the id {size}, .* below {size}")
+
+
+def test_large_data_are_read_through_again_for_a_smaller_vocabulary(directory, memory):
+    size = Manifest.load(directory).vocab_size
+    rewrite(directory, lambda tree: tree.update(vocab_size=260, eot=1), signed=True)
+    damaged(directory, r"has the id \d+, .* below 260")
+    rewrite(directory, lambda tree: tree.update(vocab_size=size), signed=True)
+    Manifest.load(directory)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 5000}, {"eot": 32}])
+def test_a_manifest_says_of_ids_what_its_tokenizer_does(directory, change):
+    rewrite(directory, lambda tree: tree.update(change), signed=True)
+    said = rf"manifest\.json says .*, its tokenizer has .*{REPAIR}"
+    with pytest.raises(UserError, match=said):
+        Manifest.load(directory).get_tokenizer()
+    with pytest.raises(UserError, match=said):
+        prepare_data.main(prepare_data.Arguments(verify=str(directory)), [])
