@@ -3,6 +3,7 @@ value and what is valid.
 """
 
 import dataclasses
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -148,6 +149,19 @@ def converted(hint: Any, value: Any, path: str) -> Any:
     return result
 
 
+def _check_text(value: str, path: str) -> None:
+    """Raise UserError for a text that can be neither a path nor written as UTF-8."""
+    try:
+        is_valid = b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:  # JSON and YAML can spell such a character
+        is_valid = False
+    if not is_valid:
+        raise UserError(
+            f"{path}={value!r}: a text may hold neither the character NUL nor half of a"
+            " surrogate pair"
+        )
+
+
 def _in_type(hint: Any, value: Any, path: str) -> Any:
     """Return a value converted to the type of its annotation."""
     origin = typing.get_origin(hint)
@@ -179,8 +193,8 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    if hint is str and isinstance(value, str) and "\0" in value:
-        raise UserError(f"{path}={value!r}: a text may not hold the character NUL")
+    if hint is str and isinstance(value, str):
+        _check_text(value, path)
     if type(value) is not hint:
         raise UserError(
             f"{path}={value!r}: expected {_type_name(hint)}, found"

@@ -231,3 +231,15 @@ def test_a_name_that_reads_as_a_number_is_a_name(name):
     assert (c.init_from, c.run_dir, c.data.tokenizer) == (name, name, name)
     data = compose_config(["data=mix", f"data.sources=[{name},web.jsonl]"]).data
     assert data.sources == (name, "web.jsonl")
+
+
+def test_a_number_in_a_file_names_the_weights(tmp_path):
+    (tmp_path / "my.yaml").write_text("init_from: 123\n")
+    with pytest.raises(UserError, match=r"init_from=123 has neither a config\.yaml"):
+        compose_config([f"config={tmp_path / 'my.yaml'}", "model=from_init"])
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "a\udfff\ud800"])
+def test_a_text_that_no_file_can_be_named_by_is_refused(text):
+    with pytest.raises(UserError, match=r"run_dir=.*: a text may hold neither"):
+        from_saved(Config, to_tree(compose_config([])) | {"run_dir": text})
