@@ -92,9 +92,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _check_depth(tree: Any) -> None:
-    level = [[tree]]
+    level: list[Any] = [[tree]]
     for _ in range(MAX_DEPTH + 1):
-        level_below = []
+        level_below: list[Any] = []
         for node in level:
             values = node.values() if isinstance(node, dict) else node
             level_below += [v for v in values if isinstance(v, dict | list)]

@@ -168,11 +168,10 @@ class Fp8Weights(NamedTuple):
             raise UserError(
                 f"{file}: {name} holds scales that are negative or not finite"
             )
+        valid: list[tuple[int, ...]] = [(), (1,), (shape[0], 1)]
         if self.block is not None and len(shape) == 2:
             rows, columns = self.block
             valid = [(-(-shape[0] // rows), -(-shape[1] // columns))]
-        else:
-            valid = [(), (1,), (shape[0], 1)]
         if scale.shape not in valid:
             raise UserError(
                 f"{file}: {name} has shape {scale.shape}; expected"
