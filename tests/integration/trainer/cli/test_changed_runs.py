@@ -116,8 +116,9 @@ def test_nothing_is_prepared_where_a_saved_configuration_says(tmp_path):
     c = compose_config(keys)
     data = saved_model.without_saved_cache(c, "f1", mine).data
     assert (data.source, data.cache_dir) == ("text", str(mine))
-    (stranger / "text-byte").mkdir(parents=True)
-    (stranger / "text-byte" / "manifest.json").write_text('{"fingerprint": "f1"}')
+    prepared = stranger / "text-byte"
+    prepared.mkdir(parents=True)
+    (prepared / "manifest.json").write_text('{"fingerprint": "f1"}')
     (stranger / "odd").mkdir()
     (stranger / "odd" / "manifest.json").write_text("[" * 200_000)
     data = saved_model.without_saved_cache(c, "f1", mine).data

@@ -82,11 +82,11 @@ def test_each_row_may_have_a_scale():
 )
 def test_scales_and_quantizations_that_do_not_fit_are_refused(settings, scale, words):
     with pytest.raises(UserError, match=words):
-        Fp8Weights.of_config({"quantization_config": given})
+        widened(settings, "weight_scale", scale)
 
 
 def test_a_block_may_be_larger_than_the_weight_and_takes_no_memory(tmp_path):
-    narrow = np.full((4, 6), 2, E4M3)
+    narrow = np.full((4, 6), 2, ml_dtypes.float8_e4m3fn)
     scale = np.array([[1.0, 3.0]], np.float32)
     weights = Fp8Weights((1 << 70, 3))
     tensors = {"a.weight": narrow, "a.weight_scale": scale}

@@ -257,6 +257,8 @@ LAYER = "model.layers.1"
         ),
         # as the files cannot hold
         ("llama", {"num_hidden_layers": 900}, "take at least"),
+        ("llama", {"intermediate_size": 1 << 40}, "take at least"),  # XLA would end
+        ("llama", {"head_dim": 1 << 30}, "take at least"),
         ("llama", {"num_hidden_layers": 10**6}, "at most 1000"),
         ("llama", {"vocab_size": 10**8}, "take at least"),
         ("mistral_window", {"sliding_window": "7"}, "sliding_window='7': expected a"),

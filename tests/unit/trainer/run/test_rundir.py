@@ -1,18 +1,15 @@
 """A run directory is held by one trainer at a time, and bound to one configuration."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import (
     RunDir,
     RunDirLost,
@@ -137,14 +134,6 @@ def test_a_start_that_was_killed_early_can_be_repeated(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         *(".lock", "checkpoints", "config.yaml", "film.partial"),
     }
-
-
-def test_a_directory_that_is_no_run_keeps_its_files(run_dir):
-    for name in ("tokenizer.json", "samples.txt"):
-        (run_dir.path / name).write_text("the user's own")
-        with pytest.raises(UserError, match=f"is no run, and has a {name}"):
-            run_dir.write_config(CONFIG)
-        assert (run_dir.path / name).read_text() == "the user's own"
 
 
 HOLDER = """
