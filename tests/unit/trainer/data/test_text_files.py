@@ -262,13 +262,13 @@ REFUSED = [
     # compressed
     (
         "a.jsonl.gz",
-        gzip.compress(b'{"text": 5}\n'),
+        gzip.compress(b'{"text": 5}\n', mtime=0),
         {},
         r"a\.jsonl\.gz, line 1: column",
     ),
     (
         "a.jsonl.gz",
-        gzip.compress(b'{"b": "a"}\n'),
+        gzip.compress(b'{"b": "a"}\n', mtime=0),
         {},
         r"a\.jsonl\.gz: there is no col",
     ),
@@ -280,7 +280,12 @@ REFUSED = [
         r"a\.csv\.gz is a table by its name",
     ),
     ("a.arrow.gz", gzip.compress(b"x", mtime=0), {}, "data=hf data.name=.*, or leave"),
-    ("a.gz", gzip.compress(rows("a").encode()), {}, r"a\.gz looks like JSON lines"),
+    (
+        "a.gz",
+        gzip.compress(rows("a").encode(), mtime=0),
+        {},
+        r"a\.gz looks like JSON lines",
+    ),
     ("a.jsonl.gz", gzip.compress(b"", mtime=0), {}, r"a\.jsonl\.gz has no text"),
     (
         "a.parquet.gz",
