@@ -5,6 +5,7 @@
 from scalify_core.ops.functional.activations import gelu, relu, silu, swiglu
 from scalify_core.ops.functional.attention import attention
 from scalify_core.ops.functional.embedding import embedding, materialized, rope
+from scalify_core.ops.functional.fp8_attention import fp8_attention
 from scalify_core.ops.functional.losses import (
     cross_entropy,
     linear_cross_entropy,
@@ -17,6 +18,7 @@ __all__ = [
     "attention",
     "cross_entropy",
     "embedding",
+    "fp8_attention",
     "gelu",
     "layer_norm",
     "linear_cross_entropy",

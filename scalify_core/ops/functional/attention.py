@@ -11,12 +11,19 @@ product: nothing is repeated.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from scalify_core.numerics.formats import saturating_cast
+from scalify_core.ops.attention_blocks import (
+    Sees,
+    blocks_of_queries,
+    heads_first,
+    masked_logits,
+    over_rows,
+    rows_dot,
+)
 from scalify_core.ops.composite import composite
 
 _CUDNN_DTYPES = (jnp.float16, jnp.bfloat16)
@@ -82,13 +89,6 @@ def attention(
     return _attention(q, k, v, segments, sees=sees, logit_scale=logit_scale)
 
 
-class Sees(NamedTuple):
-    """The keys that a query sees; see `attention`."""
-
-    causal: bool
-    window: int | None
-
-
 @composite(name="attention")
 def _attention(
     q: jax.Array,
@@ -111,17 +111,17 @@ def _attention_fwd(
     sees: Sees,
     logit_scale: float,
 ) -> tuple:
-    qh, kh, vh = (_heads_first(x) for x in (q, k, v))
+    qh, kh, vh = (heads_first(x) for x in (q, k, v))
     outs, log_norms = [], []
-    for rows, cols in _blocks(q.shape[1], k.shape[1], sees):
-        logits = _logits(qh, kh, segments, rows, cols, sees, logit_scale)
+    for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
+        logits = masked_logits(qh, kh, segments, rows, cols, sees, logit_scale)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         p = jnp.exp(logits - peak)
         norm = jnp.sum(p, axis=-1, keepdims=True)
         # The sum divides the narrow output, not the wide probabilities.
-        outs.append(_dot(p.astype(v.dtype), vh[:, :, cols], 2) / norm)
+        outs.append(rows_dot(p.astype(v.dtype), vh[:, :, cols], 2) / norm)
         log_norms.append(peak + jnp.log(norm))
-    out = _heads_first(jnp.concatenate(outs, axis=2)).astype(q.dtype)
+    out = heads_first(jnp.concatenate(outs, axis=2)).astype(q.dtype)
     return out, (q, k, v, segments, out, jnp.concatenate(log_norms, axis=2))
 
 
@@ -133,107 +133,33 @@ def _attention_bwd(
     logit_scale: float,
 ) -> tuple:
     q, k, v, segments, out, log_norm = residuals
-    qh, kh, vh, gh = (_heads_first(x) for x in (q, k, v, gradient.astype(q.dtype)))
+    qh, kh, vh, gh = (heads_first(x) for x in (q, k, v, gradient.astype(q.dtype)))
     # [B, H, T, 1]: sum of gradient * out, which is the softmax's own term.
     delta = jnp.sum(
-        gh.astype(jnp.float32) * _heads_first(out).astype(jnp.float32),
+        gh.astype(jnp.float32) * heads_first(out).astype(jnp.float32),
         axis=-1,
         keepdims=True,
     )
     dqs, dk, dv = [], jnp.zeros(kh.shape, jnp.float32), jnp.zeros(vh.shape, jnp.float32)
-    for rows, cols in _blocks(q.shape[1], k.shape[1], sees):
-        logits = _logits(qh, kh, segments, rows, cols, sees, logit_scale)
+    for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
+        logits = masked_logits(qh, kh, segments, rows, cols, sees, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
-        dp = _dot(gh[:, :, rows], vh[:, :, cols], 3)
+        dp = rows_dot(gh[:, :, rows], vh[:, :, cols], 3)
         # without the logits' scale, which may be any size
         ds = saturating_cast(p * (dp - delta[:, :, rows]), q.dtype)
-        dqs.append(_dot(ds, kh[:, :, cols], 2))
-        dk = dk.at[:, :, cols].add(_over_rows(ds, qh[:, :, rows], kh.shape[1]))
+        dqs.append(rows_dot(ds, kh[:, :, cols], 2))
+        dk = dk.at[:, :, cols].add(over_rows(ds, qh[:, :, rows], kh.shape[1]))
         dv = dv.at[:, :, cols].add(
-            _over_rows(p.astype(q.dtype), gh[:, :, rows], kh.shape[1])
+            over_rows(p.astype(q.dtype), gh[:, :, rows], kh.shape[1])
         )
     dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
     return (
         *(
-            saturating_cast(_heads_first(d), x.dtype)
+            saturating_cast(heads_first(d), x.dtype)
             for d, x in ((dq, q), (dk, k), (dv, v))
         ),
         None,
     )
-
-
-def _blocks(queries: int, keys: int, sees: Sees) -> list[tuple[slice, slice]]:
-    """Return each block of queries, and the keys that it may see.
-
-    Leaving out the masked half is nearly twice as fast.
-    """
-    # 64 is fastest on CPU (measured from T = 256 to 1024); past 512, fewer blocks keep
-    # compilation short.
-    size = 64 if queries <= 512 else max(128, queries // 16)
-    rows = [
-        slice(start, min(start + size, queries)) for start in range(0, queries, size)
-    ]
-    window = sees.window or queries
-    first = [max(0, block.start - window + 1) for block in rows]
-    last = [block.stop if sees.causal else keys for block in rows]
-    return [(rows[i], slice(first[i], last[i])) for i in range(len(rows))]
-
-
-def _logits(
-    q: jax.Array,
-    k: jax.Array,
-    segments: jax.Array | None,
-    rows: slice,
-    cols: slice,
-    sees: Sees,
-    logit_scale: float,
-) -> jax.Array:
-    """Return [B, H, t, s] FP32, -inf where the query may not see the key."""
-    logits = _dot(q[:, :, rows], k[:, :, cols], 3) * logit_scale
-    if sees.causal:
-        query = jnp.arange(rows.start, rows.stop)[:, None]
-        key = jnp.arange(cols.start, cols.stop)[None, :]
-        visible = key <= query
-        if sees.window is not None:
-            visible &= key > query - sees.window
-        logits = jnp.where(visible[None, None], logits, -jnp.inf)
-    if segments is not None:
-        same = segments[:, rows, None] == segments[:, None, cols]
-        logits = jnp.where(same[:, None], logits, -jnp.inf)
-    return logits
-
-
-def _dot(a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
-    """Return the last axis of `a` [B, H, t, *] with an axis of its group's `b` [B, G,
-    *, *]: [B, H, t, *] FP32.
-    """
-    product = _batched_dot(_grouped(a, b.shape[1]), b, 3, contract_b)
-    return product.reshape(*a.shape[:3], product.shape[-1])
-
-
-def _over_rows(a: jax.Array, b: jax.Array, groups: int) -> jax.Array:
-    """Return the sum over the rows t, of all heads of a group, of `a` [B, H, t, s] and
-    `b` [B, H, t, K]: [B, G, s, K] FP32.
-    """
-    return _batched_dot(_grouped(a, groups), _grouped(b, groups), 2, 2)
-
-
-def _grouped(x: jax.Array, groups: int) -> jax.Array:
-    """Return [B, H, t, *] as [B, G, H / G * t, *], the heads of a group as rows."""
-    return x.reshape(x.shape[0], groups, -1, x.shape[3])
-
-
-def _batched_dot(
-    a: jax.Array, b: jax.Array, contract_a: int, contract_b: int
-) -> jax.Array:
-    """Return a product batched over the first two axes, in FP32."""
-    dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
-def _heads_first(x: jax.Array) -> jax.Array:
-    """Return [B, T, H, K] as [B, H, T, K], and the reverse."""
-    return x.swapaxes(1, 2)
 
 
 def _cudnn(

@@ -1,0 +1,424 @@
+"""Softmax attention with E4M3 operands in all seven products, forward and backward.
+
+    S  = q8 k8^T           P8 = E4M3(softmax(S))       o8 = E4M3(P8 v8)
+    dP = do8 v8^T          dS8 = E4M3(P (dP - sum(do8 o8)))
+    dV = E4M3(P8^T do8)    dQ = E4M3(dS8 k8)           dK = E4M3(dS8^T q8)
+
+Where the program is compiled for CUDA this is cuDNN's kernel; elsewhere it is the same
+roundings at the same scales, with FP32 products in blocks of queries. cuDNN's
+description rounds normalized probabilities, and so does this simulation. A kernel that
+divides by the sum of a row at its end would round larger numbers.
+
+Each rounded tensor has one scale, a power of two, and none comes from an earlier step:
+
+- q, k, v and the gradient do: their largest magnitude is brought to [128, 256).
+- P is at most 1: its scale is the constant 256, so 448 is never reached. A probability
+  below 2^-14 is subnormal, one below 2^-19 is zero.
+- o is an average of rows of v: it has the unit of v.
+- dS: see `score_gradient_scale`, a bound that nothing exceeds.
+- dQ, dK and dV are sums over any number of positions, so no useful bound exists. The
+  kernel rounds them at guessed scales, and returns their largest magnitudes before
+  that. Where one of these at its scale is not within `RESULT_RANGE`, the kernel runs
+  again at scales from the magnitudes.
+
+So no finite number saturates, and the largest element of each result is at least 1
+where the smallest E4M3 number is 2^-9.
+
+Shape legend: B batch, T query positions, S key positions, H query heads, G heads of
+keys and values, K head dim.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scalify_core.numerics.amax import unit_of
+from scalify_core.numerics.formats import (
+    E4M3,
+    pow2_floor,
+    pow2_inverse,
+    saturating_cast,
+)
+from scalify_core.ops import cudnn_fp8_attention as cudnn
+from scalify_core.ops.attention_blocks import (
+    Sees,
+    blocks_of_queries,
+    heads_first,
+    masked_logits,
+    over_rows,
+    rows_dot,
+)
+from scalify_core.ops.composite import composite
+
+TOP = 7  # the exponent of an operand's largest magnitude; 448 is 2^8.8
+P_SCALE = 256.0
+# within which a result's largest magnitude may lie
+RESULT_RANGE = (1.0, E4M3.max)
+# The name scope of a kernel that only runs where a guessed scale was wrong.
+RERUN = "fp8_attention_rerun"
+# What the guesses put at 1: see `guessed_scales`.
+DQ_TARGET, DK_TARGET, DV_TARGET = 2.0**10, 2.0**8, 2.0**4
+
+
+def fp8_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    simulate: bool = False,
+) -> jax.Array:
+    """Return `softmax(q k^T / sqrt(K) + mask) v` of E4M3 operands.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, S, G, K]; each of its G heads serves H / G successive heads of `q`.
+        v: [B, S, G, K].
+        causal: query t sees the keys s <= t. Needs S = T.
+        window: None, or T or more: the kernel has no window.
+        segments: None: the kernel has no mask.
+        simulate: whether programs for CUDA, too, compute in FP32, which takes any size.
+
+    Returns:
+        [B, T, H, K] in the dtype of `q`. It is differentiable once.
+
+    Raises:
+        ValueError: operands of several dtypes, heads or lengths that do not fit, or a
+            window or segments; without `simulate`, in a program for CUDA, heads of
+            other than 128 channels, or a training step whose T or S is no multiple of
+            128.
+        RuntimeError: a program for CUDA with another version of JAX than that of
+            `scalify_core.ops.cudnn_fp8_attention`.
+    """
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"fp8_attention: operands of {q.dtype}, {k.dtype} and {v.dtype}: they need"
+            " one dtype"
+        )
+    if q.shape[2] % k.shape[2] or k.shape != v.shape:
+        raise ValueError(
+            f"fp8_attention: q {q.shape}, k {k.shape}, v {v.shape}: keys and values"
+            " need one shape, and queries a multiple of their heads"
+        )
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"fp8_attention: {q.shape[1]} queries and {k.shape[1]} keys: causal needs"
+            " as many"
+        )
+    if segments is not None or (window is not None and window < q.shape[1]):
+        raise ValueError(
+            f"fp8_attention: window={window}, segments"
+            f" {'given' if segments is not None else 'None'}: FP8 attention has neither"
+        )
+    logit_scale = 1 / math.sqrt(q.shape[-1])
+    return _fp8_attention(
+        q, k, v, causal=causal, logit_scale=logit_scale, simulate=simulate
+    )
+
+
+class Operands(NamedTuple):
+    """The rounded operands; the factors `units` [3] of q, k and v give their values."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    units: jax.Array
+
+    @classmethod
+    def quantize(cls, q: jax.Array, k: jax.Array, v: jax.Array) -> "Operands":
+        """Round q, k and v."""
+        (q8, q_unit), (k8, k_unit), (v8, v_unit) = map(quantized, (q, k, v))
+        return cls(q8, k8, v8, jnp.stack([q_unit, k_unit, v_unit]))
+
+
+class Residuals(NamedTuple):
+    """What the forward pass keeps: a byte for each element of q, k, v and the output,
+    and the logarithms of the sums of exponentials, FP32 [B, H, T].
+    """
+
+    operands: Operands
+    out: jax.Array
+    log_norm: jax.Array
+
+
+class Scales(NamedTuple):
+    """The factors of the backward pass's numbers before they are rounded.
+
+    Attributes:
+        ds: of the logits' gradients, a scalar.
+        results: of dQ, dK and dV, [3].
+    """
+
+    ds: jax.Array
+    results: jax.Array
+
+
+def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in E4M3, its largest magnitude in [128, 256), and its FP32 unit."""
+    wide = x.astype(jnp.float32)
+    unit = unit_of(wide, TOP)
+    return E4M3.cast_or_nan(wide * pow2_inverse(unit)), unit
+
+
+def score_gradient_bound(
+    v: jax.Array, gradient: jax.Array, logit_scale: float
+) -> jax.Array:
+    """Return a bound of the logits' gradients, in units of `v` and `gradient`.
+
+    Element (i, j) is c P_ij do_i (v_j - o_i). With the exact average o_i of values of
+    norm at most n, P_ij |v_j - o_i| <= 2 n P_ij (1 - P_ij) <= n / 2. The rounding of P
+    and of o moves o_i by at most (2^-4 + T 2^-18) n and 2^-4 n. So c |do_i| n is a
+    bound with a margin of a quarter up to 2^16 positions.
+    """
+    return logit_scale * _largest_norm(v) * _largest_norm(gradient)
+
+
+def backward_scales(
+    operands: Operands, gradient: jax.Array, logit_scale: float
+) -> Scales:
+    """Return the factor of the logits' gradients, and guesses for dQ, dK and dV.
+
+    The bound of |dQ| is `bound` times the largest element of k, the same of dK if no
+    key gets more than the attention of one query; dV is then at most the largest
+    element of the gradient. Typical sums are 2^-3 to 2^-8 of the first two; keys that
+    many queries attend to raise the last two by the root of their number or more.
+    """
+    bound = score_gradient_bound(operands.v, gradient, logit_scale)
+    top = 2.0 ** (TOP + 1)
+    units = operands.units[:2][::-1]  # dQ has that of k, dK that of q
+    targets = jnp.float32([DQ_TARGET, DK_TARGET]) / top
+    guesses = [targets / bound / units, jnp.float32([DV_TARGET / top])]
+    return Scales(pow2_floor(E4M3.max / bound), pow2_floor(jnp.concatenate(guesses)))
+
+
+def settled(guesses: jax.Array, amax: jax.Array) -> jax.Array:
+    """Return the scales of results: the guesses, or those from their amax where it
+    would not lie within `RESULT_RANGE`.
+
+    Zeros and numbers that are not finite have no better scale than the guess.
+    """
+    low, high = RESULT_RANGE
+    scaled = amax * guesses
+    is_measured = jnp.isfinite(amax) & (amax > 0)
+    is_wrong = is_measured & ((scaled < low) | (scaled > high))
+    return jnp.where(is_wrong, pow2_floor(2.0**TOP / amax), guesses)
+
+
+@composite(name="fp8_attention")
+def _fp8_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, **settings: Any
+) -> jax.Array:
+    return _forward(q, k, v, **settings)[0]
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool,
+    logit_scale: float,
+    simulate: bool,
+) -> tuple[jax.Array, Residuals]:
+    del simulate
+    operands = Operands.quantize(q, k, v)
+    qh, kh, vh = (heads_first(x).astype(jnp.float32) for x in operands[:3])
+    q_unit, k_unit, _ = operands.units
+    sees = Sees(causal, None)
+    outs, log_norms = [], []
+    for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
+        logits = masked_logits(qh, kh, None, rows, cols, sees, logit_scale)
+        logits = logits * q_unit * k_unit
+        log_norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        p = E4M3.quantize(jnp.exp(logits - log_norm) * P_SCALE)
+        outs.append(rows_dot(p, vh[:, :, cols], 2) / P_SCALE)
+        log_norms.append(log_norm[..., 0])
+    out = E4M3.cast_or_nan(heads_first(jnp.concatenate(outs, axis=2)))
+    residuals = Residuals(operands, out, jnp.concatenate(log_norms, axis=2))
+    return _in_unit_of_v(out, operands, q.dtype), residuals
+
+
+def _backward(
+    residuals: Residuals,
+    gradient: jax.Array,
+    *,
+    causal: bool,
+    logit_scale: float,
+    simulate: bool,
+) -> tuple[jax.Array, ...]:
+    del simulate
+    operands, out, log_norm = residuals
+    rounded, unit = quantized(gradient)
+    scales = backward_scales(operands, rounded, logit_scale)
+    qh, kh, vh, gh, oh = (
+        heads_first(x).astype(jnp.float32) for x in (*operands[:3], rounded, out)
+    )
+    q_unit, k_unit, _ = operands.units
+    sees = Sees(causal, None)
+    delta = jnp.sum(gh * oh, axis=-1, keepdims=True)
+    dqs, dk, dv = [], jnp.zeros_like(kh), jnp.zeros_like(vh)
+    for rows, cols in blocks_of_queries(gh.shape[2], kh.shape[2], sees):
+        logits = masked_logits(qh, kh, None, rows, cols, sees, logit_scale)
+        logits = logits * q_unit * k_unit
+        p = jnp.exp(logits - log_norm[:, :, rows, None])
+        dp = rows_dot(gh[:, :, rows], vh[:, :, cols], 3)
+        ds = E4M3.quantize(p * (dp - delta[:, :, rows]) * logit_scale * scales.ds)
+        p = E4M3.quantize(p * P_SCALE)
+        dqs.append(rows_dot(ds, kh[:, :, cols], 2))
+        dk = dk.at[:, :, cols].add(over_rows(ds, qh[:, :, rows], kh.shape[1]))
+        dv = dv.at[:, :, cols].add(over_rows(p, gh[:, :, rows], kh.shape[1]))
+    ds_unit = pow2_inverse(scales.ds)
+    results = (
+        jnp.concatenate(dqs, axis=2) * ds_unit * k_unit,
+        dk * ds_unit * q_unit,
+        dv / P_SCALE,
+    )
+    amax = jnp.stack([jnp.max(jnp.abs(x)) for x in results])
+    final = settled(scales.results, amax)
+    narrow = [
+        heads_first(E4M3.quantize(x * scale))
+        for x, scale in zip(results, final, strict=True)
+    ]
+    return _in_units(narrow, final, unit, operands, gradient.dtype)
+
+
+def _in_unit_of_v(out: jax.Array, operands: Operands, dtype: Any) -> jax.Array:
+    """Return the output's values in `dtype`."""
+    return saturating_cast(out.astype(jnp.float32) * operands.units[2], dtype)
+
+
+def _in_units(
+    gradients: Sequence[jax.Array],
+    scales: jax.Array,
+    unit: jax.Array,
+    operands: Operands,
+    dtype: Any,
+) -> tuple[jax.Array, ...]:
+    """Return the values of dQ, dK and dV in `dtype`.
+
+    Args:
+        gradients: rounded, at `scales`; in the unit of the gradient, dQ and dK also in
+            that of v.
+        scales: [3].
+        unit: of the gradient.
+        operands: of the forward pass.
+        dtype: of the result.
+    """
+    dq_scale, dk_scale, dv_scale = map(pow2_inverse, scales)
+    dq, dk, dv = (x.astype(jnp.float32) for x in gradients)
+    # One after the other: the product of the factors may leave the range of FP32.
+    dq, dk = (
+        x * scale * unit * operands.units[2]
+        for x, scale in ((dq, dq_scale), (dk, dk_scale))
+    )
+    return tuple(saturating_cast(x, dtype) for x in (dq, dk, dv * dv_scale * unit))
+
+
+def _cuda(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, simulate: bool, **settings: Any
+) -> jax.Array:
+    if simulate:
+        return _forward(q, k, v, simulate=True, **settings)[0]
+    _check_kernel(q, k, is_training=False)
+    operands = Operands.quantize(q, k, v)
+    out, _ = cudnn.forward(
+        *operands[:3],
+        units=tuple(operands.units[:2]),
+        p_scale=P_SCALE,
+        is_training=False,
+        **settings,
+    )
+    return _in_unit_of_v(out, operands, q.dtype)
+
+
+def _cuda_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, simulate: bool, **settings: Any
+) -> tuple[jax.Array, Residuals]:
+    if simulate:
+        return _forward(q, k, v, simulate=True, **settings)
+    _check_kernel(q, k, is_training=True)
+    operands = Operands.quantize(q, k, v)
+    out, log_norm = cudnn.forward(
+        *operands[:3],
+        units=tuple(operands.units[:2]),
+        p_scale=P_SCALE,
+        is_training=True,
+        **settings,
+    )
+    assert log_norm is not None
+    residuals = Residuals(operands, out, log_norm)
+    return _in_unit_of_v(out, operands, q.dtype), residuals
+
+
+def _cuda_backward(
+    residuals: Residuals,
+    gradient: jax.Array,
+    *,
+    causal: bool,
+    logit_scale: float,
+    simulate: bool,
+) -> tuple[jax.Array, ...]:
+    if simulate:
+        return _backward(
+            residuals,
+            gradient,
+            causal=causal,
+            logit_scale=logit_scale,
+            simulate=True,
+        )
+    operands, out, log_norm = residuals
+    rounded, unit = quantized(gradient)
+    scales = backward_scales(operands, rounded, logit_scale)
+    kernel = functools.partial(
+        cudnn.backward,
+        *operands[:3],
+        out,
+        rounded,
+        log_norm,
+        units=tuple(operands.units[:2]),
+        p_scale=P_SCALE,
+        ds_scale=scales.ds,
+        causal=causal,
+        logit_scale=logit_scale,
+    )
+    first = kernel(scales=scales.results)
+    final = settled(scales.results, first.amax)
+
+    def values(results: cudnn.Gradients) -> tuple[jax.Array, ...]:
+        return _in_units(results[:3], final, unit, operands, gradient.dtype)
+
+    # A branch that returned its operands would copy them.
+    with jax.named_scope(RERUN):
+        return jax.lax.cond(
+            jnp.any(final != scales.results),
+            lambda: values(kernel(scales=final)),
+            lambda: values(first),
+        )
+
+
+def _check_kernel(q: jax.Array, k: jax.Array, *, is_training: bool) -> None:
+    """Raise ValueError for sizes that cuDNN's kernels do not take."""
+    lengths = (q.shape[1], k.shape[1])
+    has_length = not any(length % cudnn.LENGTH_MULTIPLE for length in lengths)
+    if q.shape[3] != cudnn.HEAD_WIDTH or (is_training and not has_length):
+        raise ValueError(
+            f"fp8_attention: heads of {q.shape[3]} channels, {lengths[0]} queries and"
+            f" {lengths[1]} keys: cuDNN's FP8 kernels take {cudnn.HEAD_WIDTH} channels,"
+            f" and in training lengths of a multiple of {cudnn.LENGTH_MULTIPLE}"
+        )
+
+
+_fp8_attention.cuda = _cuda
+_fp8_attention.defvjp(_forward, _backward, cuda=(_cuda_forward, _cuda_backward))
+
+
+def _largest_norm(x: jax.Array) -> jax.Array:
+    """Return the largest norm of a row of E4M3 `x` along its last axis, FP32."""
+    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
+    return jnp.sqrt(jnp.max(squares))
