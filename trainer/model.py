@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from scalify_core import asarray
 from trainer.models.family import Family, Spec
+from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.functional import Functional, Params, next_token_loss
 from trainer.models.registry import family_of
 from trainer.models.roles import Role, role_of
@@ -14,6 +15,7 @@ from trainer.parallel.distribute import rounding_seed
 from trainer.parallel.layerwise import Exchange
 from trainer.parallel.mesh import devices_of_replica
 from trainer.precision.arrays import (
+    attention_of,
     dot_general_for,
     for_allgather,
     skipped_matmuls,
@@ -75,8 +77,10 @@ class Model(NamedTuple):
           loss_boundary_id: see the class.
 
         Raises:
-          UserError: a pattern of the precision matches no layer.
+          UserError: a pattern of the precision matches no layer, or the model's
+            attention cannot be that of the precision.
         """
+        check_fp8_attention(spec, policy)
         family = family_of(spec)
         sizes = family.linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes, rows)
@@ -91,6 +95,7 @@ class Model(NamedTuple):
             spec,
             compute_dtype=policy.logical,
             dot_general_for=dots,
+            attention=attention_of(policy),
             rescale_grads=policy.rescaled_places,
             tensor_axis=tensor_axis,
         )

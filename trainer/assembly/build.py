@@ -12,7 +12,13 @@ from jax.sharding import Mesh
 
 from trainer.assembly.data import CustomData, build_data
 from trainer.compiled.exchange import exchanges_of
-from trainer.compiled.fp8 import Gpu, StepReport, check_device, check_step
+from trainer.compiled.fp8 import (
+    Gpu,
+    StepReport,
+    check_attention_device,
+    check_device,
+    check_step,
+)
 from trainer.compiled.hlo import Program
 from trainer.config import inherited, schema
 from trainer.config.combinations import check_micro_batch
@@ -38,7 +44,7 @@ from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.clip_and_decay import OptimizerFor, optimizer_from_roles
-from trainer.step.kernels import Kernels
+from trainer.step.kernels import Kernels, check_deterministic
 from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
@@ -104,6 +110,11 @@ def build_task(
     `cached`: whether compiled programs are kept between runs.
     """
     check_split(model, mesh)
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu":
+        check_deterministic(c.deterministic, model.policy)
+    is_described = device not in jax.devices()
+    check_attention_device(device, model.policy, is_described=is_described)
     task = TrainTask(
         model,
         c.optimizer.name,
@@ -255,6 +266,7 @@ def build_phases(c: schema.Config, w: Workload) -> Phases:
         task = task._replace(trainable=config.train.trainable or ())
         check_trainable(task)
         check_split(task.model, w.mesh)
+        check_attention_device(w.mesh.devices.flat[0], policy)
         phases.append(TrainingPhase(start, until, task, config))
     return Phases(tuple(phases), w.seed)
 
@@ -353,13 +365,15 @@ def check_fp8(
     """Check the FP8 matmuls of a step that was compiled for a GPU.
 
     Returns:
-      The FP8 matmuls of the compiled program; None without a GPU or FP8 matmuls.
+      The FP8 matmuls of the compiled program; None without a GPU, or where nothing is
+      FP8.
 
     Raises:
       UserError: `precision.require_fp8` does not allow it.
     """
     gpu = Gpu.from_device(task.mesh.devices.flat[0])
-    if gpu is None or c.precision.forward is None:
+    policy = c.precision.policy
+    if gpu is None or (policy.forward is None and not policy.has_fp8_attention):
         return None
     return check_step(
         task.model,

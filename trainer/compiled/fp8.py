@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from scalify_core.ops import cudnn_fp8_attention
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
@@ -51,6 +52,19 @@ class Gpu(NamedTuple):
         if self.capability >= method.capability:
             return ""
         return f"{self.kind} has no {method.kernels} tensor cores"
+
+    def lacks_attention(self) -> str:
+        """Return a sentence where cuDNN has no FP8 attention for the GPU; else
+        empty.
+        """
+        if self.capability[0] in cudnn_fp8_attention.CAPABILITIES:
+            return ""
+        majors = " or ".join(f"{n}.x" for n in cudnn_fp8_attention.CAPABILITIES)
+        major, minor = self.capability
+        return (
+            f"{self.kind} has compute capability {major}.{minor}, and cuDNN's FP8"
+            f" attention needs {majors}"
+        )
 
     @property
     def is_for_fp8(self) -> bool:
@@ -284,6 +298,30 @@ def check_device(device: jax.Device, policy: Policy) -> None:
         )
 
 
+def check_attention_device(
+    device: jax.Device, policy: Policy, *, is_described: bool = False
+) -> None:
+    """Raise UserError for a GPU on which the precision's attention does not run.
+
+    Args:
+      device: the device; other platforms than GPUs simulate FP8 attention.
+      policy: the precision.
+      is_described: whether the device is only described, so that nothing runs on it and
+        cuDNN need not be installed.
+    """
+    gpu = Gpu.from_device(device)
+    if gpu is None or not policy.has_fp8_attention:
+        return
+    lack = gpu.lacks_attention() or cudnn_fp8_attention.wrong_jax()
+    if not is_described:
+        lack = lack or cudnn_fp8_attention.wrong_cudnn()
+    if lack:
+        raise UserError(
+            f"precision.attention={policy.attention}: {lack}; leave precision.attention"
+            " out"
+        )
+
+
 class StepReport(NamedTuple):
     """The FP8 share of the FLOPs of matmuls and attentions, and messages about it."""
 
@@ -314,6 +352,8 @@ def check_step(
       UserError: a chosen layer is not FP8 and must be. It names the matmul.
     """
     layers, share = not_fp8(model, program, tokens, gpu, frozen), fp8_share(program)
+    wide = [call for call in program.attentions if not call.is_narrow]
+    lost = model.policy.has_fp8_attention and (wide or not program.attentions)
     broken = [
         layer for layer in layers if layer.is_chosen and not model.policy.simulate
     ]
@@ -326,11 +366,20 @@ def check_step(
             f" {broken[0].reason}{more}; precision.exclude=[...] leaves layers in the"
             " compute dtype, precision.require_fp8=false trains as it is compiled"
         )
+    if lost and require:
+        dtypes = sorted({call.dtype for call in wide}) or ["matmuls and a softmax"]
+        raise UserError(
+            f"compiled for {gpu.kind}, attention is not FP8 but {', '.join(dtypes)};"
+            " leave precision.attention out, or set precision.require_fp8=false to"
+            " train as it is compiled"
+        )
     narrow = sum(gemm.times for gemm in program.gemms if gemm.is_narrow)
+    attentions = sum(call.times for call in program.attentions if call.is_narrow)
+    fp8_attentions = f" and {attentions} FP8 attentions" if attentions else ""
     kind = model.policy.method.kernels
     line = (
-        f"compiled step: {narrow} {kind} products, {share:.1%} of the FLOPs of matrix"
-        " products and attentions"
+        f"compiled step: {narrow} {kind} products{fp8_attentions}, {share:.1%} of the"
+        " FLOPs of matrix products and attentions"
     )
     lines = [line, *(f"not FP8: {layer.path}: {layer.reason}" for layer in broken)]
     if narrow and model.spec.d_model < PAYS_FROM_WIDTH:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
+from scalify_core.ops.functional.fp8_attention import RERUN
 from trainer.compiled.instructions import (
     NOT_KERNELS,
     Computation,
@@ -111,7 +112,8 @@ class Program:
         """The instructions of a run, with loops unrolled and fusions not opened.
 
         All branches of a conditional count, and one iteration of a loop of unknown
-        length (see `unknown_loops`).
+        length (see `unknown_loops`). FP8 attention counts as if no guessed scale was
+        wrong.
         """
         return list(self._executed(self.entry, 1))
 
@@ -122,6 +124,10 @@ class Program:
                 body = re.search(r"body=%([^\s,}]+)", instruction.text)
                 assert body is not None
                 yield from self._executed(self.computations[body[1]], iterations)
+            elif instruction.opcode == "conditional" and RERUN in instruction.op_name:
+                yield from self._executed(
+                    self.computations[instruction.first_branch], times
+                )
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
                     yield from self._executed(self.computations[name], times)
@@ -274,9 +280,9 @@ class Program:
 
 def fp8_share(program: Program) -> float:
     """Return FP8's share of the FLOPs of matmuls and attentions; 0 without any."""
-    narrow = sum(gemm.flops for gemm in program.gemms if gemm.is_narrow)
-    total = sum(gemm.flops for gemm in program.gemms)
-    total += sum(attention.flops for attention in program.attentions)
+    calls: list[Gemm | Attention] = [*program.gemms, *program.attentions]
+    narrow = sum(call.flops for call in calls if call.is_narrow)
+    total = sum(call.flops for call in calls)
     if total:
         return narrow / total
     return 0.0

@@ -122,6 +122,15 @@ class Instruction:
         return names
 
     @property
+    def first_branch(self) -> str:
+        """The computation of a conditional's index 0, or of its predicate false."""
+        match = re.search(
+            r"(?:false_computation=|branch_computations=\{)%([^\s,}]+)", self.text
+        )
+        assert match is not None, self.name
+        return match[1]
+
+    @property
     def trip_count(self) -> int | None:
         """Iterations of a loop, where the compiler knows them."""
         count = self.config.get("known_trip_count", {}).get("n")

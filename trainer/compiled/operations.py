@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainer.compiled.instructions import Computation, Instruction
+from trainer.compiled.instructions import Computation, Instruction, bits
 
 COLLECTIVES = frozenset(
     (
@@ -79,6 +79,11 @@ class Attention(NamedTuple):
     sizes: tuple[int, int, int, int, int]
     name: str
     times: int
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its operands have eight bits."""
+        return self.dtype in NARROW_NAMES.values()
 
     @property
     def flops(self) -> int:
@@ -183,7 +188,8 @@ def attention(
         int(d) for d in config["intermediate_tensor_shape"]["dimensions"]
     )
     return Attention(
-        DTYPE_NAMES.get(query.dtype, query.dtype),
+        NARROW_NAMES.get(bits(query.dtype))
+        or DTYPE_NAMES.get(query.dtype, query.dtype),
         backward="Backward" in instruction.target,
         causal="CAUSAL" in config.get("mask_type", ""),
         sizes=(batch, heads, queries, keys, query.dims[-1]),

@@ -15,6 +15,7 @@ from trainer.config.schema import (
     Launcher,
 )
 from trainer.errors import UserError
+from trainer.models.fp8_attention import check_fp8_attention
 from trainer.step.optimizers import check_moments
 
 MAX_STEPS = 10**8
@@ -47,7 +48,13 @@ def validate(c: Config) -> None:
     """Raise UserError for a configuration that cannot run."""
     _check_data(c.data)
     # The spec checks itself; any vocabulary does, as the tokenizer is not known yet.
-    c.model.spec(vocab_size=1)
+    check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
+    _require(
+        c.precision.attention is None or not c.data.document_mask,
+        f"precision.attention={c.precision.attention} with data.document_mask=true: FP8"
+        " attention has no mask of documents; set data.document_mask=false, or leave"
+        " precision.attention out",
+    )
     check_moments(c.optimizer.name, c.precision)
     tokens = c.model.context * c.train.grad_accum_steps
     _require(
@@ -97,7 +104,9 @@ def validate(c: Config) -> None:
     _check_diloco(c)
     _check_launcher(c)
     _require(
-        not c.precision.require_fp8 or c.precision.forward is not None,
+        not c.precision.require_fp8
+        or c.precision.forward is not None
+        or c.precision.has_fp8_attention,
         f"precision.require_fp8=true, but precision={c.precision.name} has no FP8"
         " matmuls; choose one that has, such as precision=scalify_fp8_fp16, or leave"
         " require_fp8 out",

@@ -142,6 +142,8 @@ class CustomSpec:
     scan_layers: bool = False
     remat: str = "none"
     n_layer: int = 0  # unknown
+    head_width: None = None
+    attention_window: None = None
 
     @property
     def padded_vocab(self) -> int:

@@ -41,6 +41,14 @@ class Spec(Protocol):
         """Width of the residual stream."""
 
     @property
+    def head_width(self) -> int | None:
+        """Width of attention's heads; None: the model has attention of its own."""
+
+    @property
+    def attention_window(self) -> int | None:
+        """The number of keys that a query sees, its own included; None: all."""
+
+    @property
     def dropout(self) -> float:
         """The dropout rate; 0 where the model has none."""
 
@@ -153,8 +161,9 @@ class Family:
       parts: names of layers and parameters in the order of a forward pass; per-layer
         numerics are listed in it.
       build: (spec, **settings) -> the model as pure functions. The settings are
-        `compute_dtype`, `param_dtype`, `dot_general_for`, `rescale_grads` and
-        `tensor_axis`; see `layers.Factory`. The bound model is a `LanguageModel`.
+        `compute_dtype`, `param_dtype`, `dot_general_for`, `attention`,
+        `rescale_grads` and `tensor_axis`; see `layers.Factory`. The bound model is a
+        `LanguageModel`.
       linear_sizes: input and output width of each linear layer inside the blocks, by
         path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
       forward_flops_per_token: FLOPs of one token's forward pass at the full context;

@@ -33,6 +33,15 @@ def linear_flops_per_token(spec: Spec, paths: Iterable[str]) -> int:
     return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
 
 
+def attention_flops_per_token(spec: Spec) -> int:
+    """Return the FLOPs of one token's attention at the full context: those of the
+    forward pass that neither a linear layer nor the head takes.
+    """
+    head = 2 * spec.d_model * spec.vocab_size
+    linear = linear_flops_per_token(spec, family_of(spec).linear_sizes(spec))
+    return forward_flops_per_token(spec) - linear - head
+
+
 def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
     """Return the FLOPs of one token's training step, 3 forward passes.
 

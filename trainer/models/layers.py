@@ -18,12 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from scalify_core.ops.functional import attention as wide_attention
 from scalify_core.ops.functional import layer_norm, rms_norm
 from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.roles import Role
 from trainer.precision.dots import wide_gradient_dot
 
 DotGeneral = Callable[..., jax.Array]
+Attend = Callable[..., jax.Array]  # `scalify_core.functional.attention`, or alike
 DotGeneralFor = Callable[[str], DotGeneral]
 Norm = Callable[[jax.Array], jax.Array]
 
@@ -147,6 +149,7 @@ class Factory:
       dot_general_for: a function from a linear layer's path to its dot_general, which
         takes activations in `compute_dtype` and a kernel in `param_dtype`; None: a
         matmul in `compute_dtype`.
+      attention: softmax attention, a function like `scalify_core.functional.attention`.
       rescale_grads: members of `precision.policy.RESCALED_PLACES`, where gradients are
         rescaled under `scalify`.
       tensor_axis: inside `shard_map`, the mesh axis over which the heads and hidden
@@ -161,6 +164,7 @@ class Factory:
         compute_dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         dot_general_for: DotGeneralFor | None = None,
+        attention: Attend = wide_attention,
         rescale_grads: tuple[str, ...] = (),
         tensor_axis: str | None = None,
     ) -> None:
@@ -170,6 +174,7 @@ class Factory:
         self.compute_dtype = compute_dtype
         self.param_dtype = param_dtype
         self.dot_general_for = dot_general_for
+        self.attention = attention
         self.rescale_grads = rescale_grads
         self.tensor_axis = tensor_axis
 

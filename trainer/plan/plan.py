@@ -315,7 +315,10 @@ class Plan(NamedTuple):
         flops = self.measured.group("flops")
         attention = self.measured.group("attention flops")
         total = sum(flops.values()) + sum(attention.values())
-        narrow = sum(flops.get(name, 0.0) for name in NARROW_NAMES.values())
+        narrow = sum(
+            flops.get(name, 0.0) + attention.get(name, 0.0)
+            for name in NARROW_NAMES.values()
+        )
         if total:
             return narrow / total
         return 0.0

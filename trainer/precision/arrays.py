@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalify_core import ScaledArray, as_scaled_array, weights
+from scalify_core import ScaledArray, as_scaled_array, functional, weights
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import E4M3, FloatFormat
 from trainer.errors import UserError
@@ -156,6 +156,24 @@ def dot_general_for(
         return with_prepared_operands(dot, policy)
 
     return dot_general
+
+
+def attention_of(policy: Policy) -> Callable[..., jax.Array]:
+    """Return the attention of a model, a function like
+    `scalify_core.functional.attention`.
+    """
+    if policy.attention is None:
+        return functional.attention
+    if policy.simulate:
+        return simulated_fp8_attention
+    return functional.fp8_attention
+
+
+def simulated_fp8_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, **settings: Any
+) -> jax.Array:
+    """Return FP8 attention computed in FP32, on GPUs, too."""
+    return functional.fp8_attention(q, k, v, simulate=True, **settings)
 
 
 def with_prepared_operands(dot: Dot, policy: Policy) -> Dot:

@@ -89,6 +89,8 @@ class PrecisionFields:
       wide_ends: the shares of the first and of the last blocks, each rounded up to
         whole blocks, whose chosen matmuls stay in `compute`; null: none.
       four_over_six: NVFP4 blocks take the better of two scales; null: false.
+      attention: the format of attention's operands in all seven products: e4m3; None:
+        `compute`. With `simulate` it is simulated on GPUs, too.
     """
 
     compute: Computed
@@ -112,8 +114,14 @@ class PrecisionFields:
     amax_history: Positive
     wide_ends: Annotated[tuple[Share, ...], TWO_SHARES] | None
     four_over_six: bool | None
+    attention: Literal["e4m3"] | None
 
     @property
     def in_fp8(self) -> bool:
         """Return whether the chosen matmuls multiply in FP8 rather than simulate it."""
         return self.forward is not None and not self.simulate
+
+    @property
+    def has_fp8_attention(self) -> bool:
+        """Return whether attention multiplies in FP8 rather than simulate it."""
+        return self.attention is not None and not self.simulate

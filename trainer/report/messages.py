@@ -12,7 +12,12 @@ from trainer.compiled.exchange import Exchanges, exchanges_of
 from trainer.compiled.hlo import Program
 from trainer.data import Manifest
 from trainer.model import Model
-from trainer.models.flops import flop_share, param_count
+from trainer.models.flops import (
+    attention_flops_per_token,
+    flop_share,
+    forward_flops_per_token,
+    param_count,
+)
 from trainer.observe.metrics import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
@@ -69,6 +74,7 @@ def describe(
             w.task.kernels,
             w.mesh.devices.flat[0].platform,
             jax.config.jax_compilation_cache_dir,
+            has_fp8_attention=w.model.policy.has_fp8_attention,
         ),
         f"precision {precision}: {describe_precision(w.model)}",
         f"{w.task.flops_per_token * batch_tokens * taking_part:.3e} FLOPs a step",
@@ -98,7 +104,8 @@ def describe(
 
 def facts_of(w: Workload) -> dict[str, str]:
     """Return the facts of environment.txt about model, precision and data."""
-    manifest, narrow = w.data.manifest, w.model.policy.forward is not None
+    manifest, policy = w.data.manifest, w.model.policy
+    narrow = policy.forward is not None or policy.attention is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (
         narrow and w.mesh.devices.flat[0].platform == "cpu"
     )
@@ -249,12 +256,23 @@ def operand_transforms(policy: Policy) -> str:
     return ""
 
 
+def describe_attention(model: Model) -> str:
+    """Return a suffix about FP8 attention; empty where it is in the compute dtype."""
+    policy, spec = model.policy, model.spec
+    if policy.attention is None:
+        return ""
+    share = attention_flops_per_token(spec) / forward_flops_per_token(spec)
+    simulated = " (simulated)" if policy.simulate else ""
+    return f", attention in {policy.attention}{simulated}, {share:.0%} of the FLOPs"
+
+
 def describe_precision(model: Model) -> str:
     """Return the formats of computation and storage, and the FP8 matmuls."""
     policy, skipped = model.policy, model.skipped
     gradients = policy.weight_gradients if model.narrow else policy.wide_gradients
     every = len(model.narrow) + len(skipped)
-    matmuls = f"matmuls in {policy.compute}"
+    attention = describe_attention(model)
+    matmuls = f"matmuls in {policy.compute}{attention}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
         narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
@@ -267,8 +285,8 @@ def describe_precision(model: Model) -> str:
             f" {policy.forward}/{policy.backward}{gradients_of}{simulated}, "
         )
         matmuls += (
-            f"{share:.0%} of the FLOPs{operand_transforms(policy)}; the rest, attention"
-            f" and head in {policy.compute}"
+            f"{share:.0%} of the FLOPs{operand_transforms(policy)}{attention}; the"
+            f" rest{'' if attention else ', attention'} and head in {policy.compute}"
         )
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]

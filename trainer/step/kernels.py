@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, Literal
 
+from trainer.errors import UserError
 from trainer.precision.policy import Policy
 
 Deterministic = Literal["auto", "true", "false"]  # values of the key `deterministic`
@@ -113,16 +114,38 @@ def marked_attention(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def determinism_message(kernels: Kernels, platform: str, cache: str | None) -> str:
+def check_deterministic(deterministic: Deterministic | None, policy: Policy) -> None:
+    """Raise UserError for FP8 attention on a GPU with `deterministic=true`."""
+    if deterministic == "true" and policy.has_fp8_attention:
+        raise UserError(
+            f"deterministic=true with precision.attention={policy.attention}: XLA (jax"
+            " 0.11.2) has no deterministic form of the backward pass of FP8 attention;"
+            " leave one of them out"
+        )
+
+
+def determinism_message(
+    kernels: Kernels,
+    platform: str,
+    cache: str | None,
+    *,
+    has_fp8_attention: bool = False,
+) -> str:
     """Return a line that says whether a run is deterministic, and why.
 
     Args:
       kernels: the choice of GPU kernels.
       platform: platform of the devices: cpu, gpu.
       cache: directory of the compilation cache; None: there is none.
+      has_fp8_attention: whether attention is cuDNN's FP8 kernel.
     """
     if platform != "gpu":
         return "deterministic: yes (also across resume, on this machine)"
+    if has_fp8_attention:
+        return (
+            "deterministic: no, with precision.attention: the backward pass of FP8"
+            " attention may sum in any order"
+        )
     match kernels:
         case Kernels.FASTEST:
             return (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core.ops.functional import attention, gelu, materialized, swiglu
+from scalify_core.ops.functional import gelu, materialized, swiglu
 from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.gated import smooth_swiglu
@@ -37,6 +37,7 @@ class Attention(nnx.Module):
     def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
         self.head_dim = spec.head_width
         self.tensor_axis = layers.tensor_axis
+        self.attention = layers.attention
         self.rescale_grad = "qkv" in layers.rescale_grads
         self.recompute = spec.remat == "elementwise"
         self.c_attn = layers.linear(
@@ -83,7 +84,7 @@ class Attention(nnx.Module):
         recomputed together, and only `x` is saved for the backward pass.
         """
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.heads(x_NxD, norm, batch)
-        out_BxTxHxK = attention(
+        out_BxTxHxK = self.attention(
             q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT
         )
         return self.project(out_BxTxHxK.reshape(len(x_NxD), -1))

@@ -157,6 +157,10 @@ class GPT2Spec:
         """Width of a head, K."""
         return self.d_model // self.n_head
 
+    @property
+    def attention_window(self) -> None:
+        """See `family.Spec`: a query sees all keys before it."""
+
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""

@@ -19,13 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core.ops.functional import (
-    attention,
-    embedding,
-    materialized,
-    rope,
-    swiglu,
-)
+from scalify_core.ops.functional import embedding, materialized, rope, swiglu
 from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
 from trainer.models.blocks import (
     LayerExchange,
@@ -90,6 +84,7 @@ class Attention(nnx.Module):
     ) -> None:
         self.head_dim = spec.head_width
         self.tensor_axis = layers.tensor_axis
+        self.attention = layers.attention
         self.rescale_grad = "qkv" in layers.rescale_grads
         self.recompute = spec.remat == "elementwise"
         self.window = spec.attention_window
@@ -159,7 +154,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Return the attention of `norm(x)`."""
         q_BxTxHxK, k_BxTxGxK, v_BxTxGxK = self.heads(x_NxD, norm, rotation, batch)
-        out_BxTxHxK = attention(
+        out_BxTxHxK = self.attention(
             q_BxTxHxK,
             k_BxTxGxK,
             v_BxTxGxK,
