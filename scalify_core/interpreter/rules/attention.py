@@ -8,6 +8,7 @@ is rounded.
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from scalify_core.interpreter import value as v
@@ -16,10 +17,12 @@ from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.rules.composites import (
     SQRT_2,
     as_value,
+    brought,
     is_value,
     kernel_operands,
     moved,
     on_data,
+    on_gradient,
     on_values,
     size_of,
 )
@@ -27,6 +30,7 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import pow2_round
+from scalify_core.ops.attention_blocks import Sees
 
 
 def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
@@ -48,7 +52,8 @@ def _attention_growth(call: Any, q: Value, k: Value) -> float:
 
     After t keys of equal weight it is 1/sqrt(t), averaged over t; t ends at the window.
     """
-    sees = call.settings["sees"]
+    # FP8 attention has no window.
+    sees = call.settings.get("sees") or Sees(call.settings["causal"], None)
     queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
     if not sees.causal:
         return keys**-0.5
@@ -117,6 +122,44 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
         )
     ]
+
+
+# FP8 attention measures the scales of its operands and its results. It takes logical
+# values, which are rounded where they are read, and gives FP32.
+
+
+@forward_rule("fp8_attention")
+def _fp8_attention(call: Any, *operands: Any) -> Any:
+    q, k, values = (as_value(x, *operands) for x in operands)
+    out, *residuals = call.bind(*map(v.unscaled, (q, k, values)))
+    size = size_of(values.size, _attention_growth(call, q, k))
+    y = brought(out, size, values.dtype)
+    # The E4M3 copies have units of their own. They keep the scales of their sources,
+    # which give the sizes of the gradients.
+    kept = [
+        v.value(x8, x.scale, x.expected_rms, x8.dtype)
+        for x8, x in zip(residuals, (q, k, values), strict=False)
+    ]
+    return y, (*kept, *residuals[3:])
+
+
+@composite_rule("fp8_attention.bwd", wide=True)
+def _fp8_attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
+    (q, k, values, _), *_ = residuals
+    gradient = as_value(gradient)
+    data = jax.tree.map(
+        lambda x: x.data if is_value(x) else x, residuals, is_leaf=is_value
+    )
+    growth = _attention_growth(call, q, k)
+    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
+    # The queries of several heads add to the gradients of one key and one value.
+    shared = math.sqrt(heads / groups)
+    sizes = (
+        size_of(values.size, k.size, growth),
+        size_of(values.size, q.size, growth * shared),
+        growth * shared,
+    )
+    return on_gradient(call, [(size, gradient.dtype) for size in sizes], data, gradient)
 
 
 @forward_rule("rope", wide=True)

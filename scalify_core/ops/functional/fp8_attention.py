@@ -11,11 +11,11 @@ divides by the sum of a row at its end would round larger numbers.
 
 Each rounded tensor has one scale, a power of two, and none comes from an earlier step:
 
-- q, k, v and the gradient do: their largest magnitude is brought to [128, 256).
+- q, k, v, do (the gradient): the largest magnitude is brought to [128, 256).
 - P is at most 1: its scale is the constant 256, so 448 is never reached. A probability
-  below 2^-14 is subnormal, one below 2^-19 is zero.
+  below 2^-14 is subnormal, one below 2^-18 is zero.
 - o is an average of rows of v: it has the unit of v.
-- dS: see `score_gradient_scale`, a bound that nothing exceeds.
+- dS, times the factor of the logits: 448 over `score_gradient_bound`.
 - dQ, dK and dV are sums over any number of positions, so no useful bound exists. The
   kernel rounds them at guessed scales, and returns their largest magnitudes before
   that. Where one of these at its scale is not within `RESULT_RANGE`, the kernel runs

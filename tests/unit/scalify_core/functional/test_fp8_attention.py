@@ -10,6 +10,7 @@ import pytest
 from beside_plain import normal
 from numpy.testing import assert_allclose, assert_array_equal
 
+import scalify_core as sc
 from scalify_core.numerics.formats import E4M3
 from scalify_core.ops.functional import attention, fp8_attention
 
@@ -190,16 +191,44 @@ def test_results_get_scales_that_hold_their_largest_element(guess):
         assert module.settled(jnp.float32([guess]), jnp.float32([nothing])) == guess
 
 
-def test_no_gradient_of_a_logit_exceeds_its_bound():
-    """Not even half of it, where two values are opposite and equally likely."""
+def test_no_gradient_of_a_logit_saturates():
+    """The largest that there are: two values are opposite and equally likely."""
     v = jnp.float32([[1.0, 2.0, -2.0], [-1.0, -2.0, 2.0]])[None, :, None]
-    g = v[:, 1:] * 3
+    zeros, g = jnp.zeros((1, 1, 1, 3)), v[:, 1:] * 3
     for logit_scale in (0.25, 1.0):
-        bound = float(module.score_gradient_bound(v, g, logit_scale))
-        zeros = jnp.zeros((1, 2, 1, 3))
-        *_, ds, _ = exact(*map(np.asarray, (zeros[:, 1:], zeros, v, g)), False)
+        rounded_operands = module.Operands.quantize(zeros, zeros, v)
+        g8 = module.quantized(g)[0]
+        bound = float(module.score_gradient_bound(rounded_operands.v, g8, logit_scale))
+        scales = module.backward_scales(rounded_operands, g8, logit_scale)
+        data = (np.asarray(x, np.float64) for x in (rounded_operands.v, g8))
+        *_, ds, _ = exact(np.zeros((1, 1, 1, 3)), np.zeros((1, 2, 1, 3)), *data, False)
         largest = np.max(np.abs(ds)) * 3**0.5 * logit_scale
         assert_allclose(largest, bound / 2, rtol=1e-6)
+        assert E4M3.max / 4 < largest * float(scales.ds) < E4M3.max / 2
+
+
+@pytest.mark.parametrize("scales", ["static", "auto"])
+def test_under_scalify_it_rounds_the_same_numbers(scales):
+    """Operands of other scales, stored in FP16, of which the rounding to E4M3 is that
+    of the numbers themselves; the results are rounded to FP16."""
+    units = 2.0**8, 2.0**-6, 2.0**3
+    data = [x.astype(jnp.float16) for x in operands("grouped")]
+    scaled = [sc.ScaledArray(x, unit) for x, unit in zip(data, units, strict=True)]
+    wide = [x.astype(jnp.float32) * u for x, u in zip(data, units, strict=True)]
+    g = normal(3, *data[0].shape)
+
+    def loss(q, k, v):
+        return jnp.sum(fp8_attention(q, k, v) * g.astype(q.dtype))
+
+    gradient = jax.value_and_grad(loss, (0, 1, 2))
+    expected, expected_gradients = gradient(*wide)
+    actual, gradients = sc.scalify(gradient, scales=scales)(*scaled)
+    assert_allclose(sc.asarray(actual), expected, rtol=2.0**-8)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert one.data.dtype == jnp.float16
+        # The gradient of the output is FP16, too: some of its E4M3 roundings differ.
+        error = np.linalg.norm(sc.asarray(one).astype(jnp.float32) - other)
+        assert error < 2.0**-7 * np.linalg.norm(other)
 
 
 def test_the_gradients_have_the_dtype_of_the_operands():
