@@ -28,6 +28,7 @@ from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.custom import MakeModel, custom_spec
+from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import family_of
 from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
@@ -228,6 +229,8 @@ def build_workload(
     mesh = build_mesh(c)
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0], c.precision.policy)
+    if custom_model is None:  # before data is prepared
+        check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
     shards = batch_shards(mesh, c.diloco.replicas or 1)
     data = build_data(c, custom_data, c.train.grad_accum_steps * shards)
     model = build_model(

@@ -15,7 +15,6 @@ from trainer.config.schema import (
     Launcher,
 )
 from trainer.errors import UserError
-from trainer.models.fp8_attention import check_fp8_attention
 from trainer.step.optimizers import check_moments
 
 MAX_STEPS = 10**8
@@ -48,7 +47,7 @@ def validate(c: Config) -> None:
     """Raise UserError for a configuration that cannot run."""
     _check_data(c.data)
     # The spec checks itself; any vocabulary does, as the tokenizer is not known yet.
-    check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
+    c.model.spec(vocab_size=1)
     _require(
         c.precision.attention is None or not c.data.document_mask,
         f"precision.attention={c.precision.attention} with data.document_mask=true: FP8"

@@ -35,7 +35,6 @@ class Policy(PrecisionFields):
                     f" {', '.join(RESCALED_PLACES)}"
                 )
         self._check_products()
-        self._check_attention()
         self.method.check(self)
         if self.propagated_update and (
             not self.scaled or self.moments_rounding == "stochastic"
@@ -101,16 +100,6 @@ class Policy(PrecisionFields):
                     " FP8, and no matmul is; set precision.forward and .backward, or"
                     " leave it out"
                 )
-
-    def _check_attention(self) -> None:
-        """Raise UserError for FP8 attention of scaled arrays."""
-        if self.attention is not None and self.scaled:
-            raise UserError(
-                f"precision.attention={self.attention} measures its scales, and"
-                f" precision.scaling={self.scaling} propagates them; choose"
-                " precision=bf16, fp8_current, fp8_rowwise, mxfp8 or nvfp4, or leave"
-                " precision.attention out"
-            )
 
     @property
     def method(self) -> Method:

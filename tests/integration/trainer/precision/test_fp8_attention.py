@@ -1,12 +1,14 @@
 """A model with FP8 attention: its gradients beside those with BF16 attention, its
 training, and the checks of its compiled step."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import slow
 from precisions import abstract, batch, copied, hyper, policy, workload
 
 from scalify_core.numerics.formats import E4M3
@@ -51,9 +53,18 @@ def test_gradients_are_those_of_wide_attention_but_for_the_roundings():
         assert 0.01 < error < 4 * E4M3.epsilon / 2
 
 
-@pytest.mark.parametrize("preset", ["fp8_current", "mxfp8"])
-def test_it_trains_beside_fp8_matmuls(preset):
-    task = workload(preset, spec=SPEC, attention="e4m3")
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("fp8_current", {}),
+        slow("mxfp8", {}),
+        slow("scalify_fp8_fp16", {}),
+        ("scalify_fp8_fp16", {"scan_layers": True, "remat": "block"}),
+    ],
+)
+def test_it_trains_beside_fp8_matmuls(preset, changes):
+    spec = dataclasses.replace(SPEC, **changes)
+    task = workload(preset, spec=spec, attention="e4m3")
     state = copied(first_state(task, seed=0))
     step = lower_step(task, abstract(task), state).compile()
     losses = []

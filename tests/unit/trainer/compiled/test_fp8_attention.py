@@ -2,6 +2,7 @@
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models import fp8_attention as models
 from trainer.plan.aot import make_target_mesh
+from trainer.plan.plan import Measured, Plan
 from trainer.plan.targets import get_target
 
 FP8_HEADS = [
@@ -136,3 +138,11 @@ def test_a_cudnn_with_errors_is_refused(monkeypatch):
 def test_the_configuration_asks_for_the_sizes_of_the_kernels():
     assert models.HEAD_WIDTH == cudnn_fp8_attention.HEAD_WIDTH
     assert models.LENGTH_MULTIPLE == cudnn_fp8_attention.LENGTH_MULTIPLE
+
+
+def test_a_plan_counts_attention_in_fp8():
+    flops = {("flops", "fp8"): 6.0, ("flops", "bf16"): 2.0}
+    for dtype, share in (("fp8", 0.8), ("bf16", 0.6)):
+        figures = flops | {("attention flops", dtype): 2.0}
+        planned = SimpleNamespace(measured=Measured(figures, None, None))
+        assert Plan.fp8_flop_share.fget(planned) == share

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
+from trainer.cli.evaluate import policy_of
 from trainer.config.composition import compose_config
 from trainer.config.fields import flatten, to_tree
 from trainer.errors import UserError
+from trainer.models.custom import CustomSpec
 from trainer.models.flops import attention_flops_per_token
 from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import SPECS
@@ -31,8 +33,6 @@ def model_of(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["precision=scalify_fp8_fp16"], "precision.scaling=propagate propagates them"),
-        (["precision=scalify_mxfp8"], "precision.scaling=propagate_mx propagates them"),
         (["precision=bf16", "model.n_head=2"], "heads have 64 channels, .* take 128"),
         (["precision=bf16", "model.context=64"], "model.context=64 is not a multiple"),
         (
@@ -43,7 +43,7 @@ def model_of(*overrides):
 )
 def test_a_configuration_without_a_kernel_is_refused(overrides, message):
     with pytest.raises(UserError, match=f"{re.escape(KEY)}.*{message}"):
-        composed(*overrides)
+        model_of(*overrides)
 
 
 def test_a_window_is_refused_unless_it_holds_all_keys():
@@ -56,6 +56,18 @@ def test_a_window_is_refused_unless_it_holds_all_keys():
     ):
         check_fp8_attention(spec, policy)
     check_fp8_attention(SPECS["gpt2"](256, context=128, n_head=6), policy)
+
+
+def test_a_model_of_ones_own_is_refused():
+    spec = CustomSpec(lambda build: None, 256, 128, keep_fp8_weights=True)
+    policy = composed("precision=bf16").precision.policy
+    with pytest.raises(UserError, match="a model of your own has its own attention"):
+        check_fp8_attention(spec, policy)
+
+
+def test_a_precision_alone_names_it_as_evaluate_does():
+    """The default model, with which it is composed, has narrower heads."""
+    assert policy_of("fp8_current+precision.attention=e4m3").attention == "e4m3"
 
 
 def test_simulated_attention_takes_any_size():
