@@ -16,7 +16,7 @@ from precisions import PRESETS, bits, hyper, workload
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
-from scalify_core.ops.functional import attention
+from scalify_core.ops.functional import attention, fp8_attention
 from scalify_core.ops.functional.attention import Sees, _attention
 from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program
@@ -103,6 +103,37 @@ def test_attention_and_its_gradient_are_those_of_fp32(on_gpu, dtype, packed):
         return out, *vjp(g)
 
     assert_near_fp32(on_gpu, both, arrays, FORMATS[dtype])
+
+
+def test_fp8_attention_and_its_gradient_are_those_of_a_cpu(on_gpu):
+    if on_gpu and (lack := Gpu.from_device(jax.devices()[0]).lacks_attention()):
+        pytest.skip(lack)
+    B, T, H, G, K = (4, 2048, 16, 4, 128) if on_gpu else (1, 128, 4, 2, 128)
+    rng = np.random.default_rng(4)
+    q, k, v, g = (
+        jnp.asarray(rng.standard_normal((B, T, heads, K)), jnp.bfloat16)
+        for heads in (H, G, G, H)
+    )
+    # All queries see the first key, so the gradient of its value is a large sum.
+    g = g + 1
+    q, k = q.at[..., 0].add(12), k.at[:, 0, :, 0].add(12)
+
+    def both(q, k, v, g):
+        out, pull = jax.vjp(fp8_attention, q, k, v)
+        return out, *pull(g)
+
+    compiled = (
+        jax.jit(both, compiler_options=options(on_gpu)).lower(q, k, v, g).compile()
+    )
+    if on_gpu:
+        calls = Program(compiled.as_text()).attentions
+        assert [call.dtype for call in calls] == ["fp8", "fp8"]
+    for actual, there in zip(
+        compiled(q, k, v, g), on_cpu(both, q, k, v, g), strict=True
+    ):
+        # A kernel may round a probability before it divides by the sum of the row: two
+        # roundings to E4M3 of 2^-4 / sqrt(3) each, at most.
+        assert apart(actual, there) < 2**0.5 * 2**-4 / 3**0.5
 
 
 @pytest.mark.parametrize("power", [-3, -7])

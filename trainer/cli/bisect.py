@@ -49,6 +49,11 @@ def main(arguments: Arguments) -> None:
         mesh=workload.mesh,
     )
     model, params = unrolled(workload.model, restored.state.params)
+    if model.policy.attention is not None:
+        show(
+            f"precision.attention={model.policy.attention} has no switch: attention is"
+            " in FP32 here"
+        )
     segments = batch.segments_AxBxT1
     findings = bisect(
         model,

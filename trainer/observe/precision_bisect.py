@@ -111,7 +111,7 @@ class SwitchedDot:
 
 def with_fp32_compute(policy: Policy) -> Policy:
     """Return the policy with FP32 for all computation but the casts of matmuls."""
-    changes: dict[str, Any] = {"compute": "fp32", "update": "fp32"}
+    changes: dict[str, Any] = {"compute": "fp32", "update": "fp32", "attention": None}
     if policy.forward is None and policy.weights != "bf16":
         # Without FP8 matmuls a policy takes no other `weight_grad` than `compute` and
         # FP32; BF16 weights keep BF16 gradients.
@@ -126,6 +126,7 @@ def without_low_precision(policy: Policy) -> Policy:
         "weights": "fp32",
         "weight_grad": "fp32",
         "compute": "fp32",
+        "attention": None,
     }
     cast_fields = ("forward", "backward", "backward_e4m3", "clip_outliers", "hadamard")
     changes.update(dict.fromkeys(cast_fields))

@@ -13,6 +13,7 @@ from trainer.models.custom import CustomSpec
 from trainer.models.flops import attention_flops_per_token
 from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import SPECS
+from trainer.observe.precision_bisect import with_fp32_compute, without_low_precision
 from trainer.report.messages import describe_precision
 from trainer.step.kernels import Kernels, check_deterministic, determinism_message
 from trainer.workload import Model
@@ -68,6 +69,12 @@ def test_a_model_of_ones_own_is_refused():
 def test_a_precision_alone_names_it_as_evaluate_does():
     """The default model, with which it is composed, has narrower heads."""
     assert policy_of("fp8_current+precision.attention=e4m3").attention == "e4m3"
+
+
+def test_what_bisect_compares_with_has_attention_in_fp32():
+    policy = composed("precision=scalify_fp8_fp16").precision.policy
+    for other in (with_fp32_compute(policy), without_low_precision(policy)):
+        assert other.attention is None
 
 
 def test_simulated_attention_takes_any_size():
