@@ -134,13 +134,17 @@ def _fp8_attention(call: Any, *operands: Any) -> Any:
     out, *residuals = call.bind(*map(v.unscaled, (q, k, values)))
     size = size_of(values.size, _attention_growth(call, q, k))
     y = brought(out, size, values.dtype)
-    # The E4M3 copies have units of their own. They keep the scales of their sources,
-    # which give the sizes of the gradients.
-    kept = [
-        v.value(x8, x.scale, x.expected_rms, x8.dtype)
-        for x8, x in zip(residuals, (q, k, values), strict=False)
-    ]
-    return y, (*kept, *residuals[3:])
+    kept = zip(residuals, (q, k, values), strict=False)
+    return y, (*(_sized(x8, x.size) for x8, x in kept), *residuals[3:])
+
+
+def _sized(x8: Any, size: Any) -> Value:
+    """Return an E4M3 copy, which has a unit of its own, with the size of its source:
+    the backward pass derives the sizes of its results from it.
+    """
+    if sc.is_static(size):
+        return v.value(x8, 1.0, size, x8.dtype)
+    return v.value(x8, size, 1.0, x8.dtype)
 
 
 @composite_rule("fp8_attention.bwd", wide=True)

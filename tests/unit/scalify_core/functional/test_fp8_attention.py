@@ -207,13 +207,15 @@ def test_no_gradient_of_a_logit_saturates():
         assert E4M3.max / 4 < largest * float(scales.ds) < E4M3.max / 2
 
 
-@pytest.mark.parametrize("scales", ["static", "auto"])
+@pytest.mark.parametrize("scales", ["static", "auto", "run-time"])
 def test_under_scalify_it_rounds_the_same_numbers(scales):
     """Operands of other scales, stored in FP16, of which the rounding to E4M3 is that
     of the numbers themselves; the results are rounded to FP16."""
     units = 2.0**8, 2.0**-6, 2.0**3
     data = [x.astype(jnp.float16) for x in operands("grouped")]
     scaled = [sc.ScaledArray(x, unit) for x, unit in zip(data, units, strict=True)]
+    if scales == "run-time":
+        scaled = [sc.ScaledArray(x.data, jnp.float32(x.scale)) for x in scaled]
     wide = [x.astype(jnp.float32) * u for x, u in zip(data, units, strict=True)]
     g = normal(3, *data[0].shape)
 
@@ -222,7 +224,8 @@ def test_under_scalify_it_rounds_the_same_numbers(scales):
 
     gradient = jax.value_and_grad(loss, (0, 1, 2))
     expected, expected_gradients = gradient(*wide)
-    actual, gradients = sc.scalify(gradient, scales=scales)(*scaled)
+    policy = "auto" if scales == "auto" else "static"
+    actual, gradients = sc.scalify(gradient, scales=policy)(*scaled)
     assert_allclose(sc.asarray(actual), expected, rtol=2.0**-8)
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert one.data.dtype == jnp.float16
