@@ -133,7 +133,7 @@ def test_fp8_attention_and_its_gradient_are_those_of_a_cpu(on_gpu):
     ):
         # A kernel may round a probability before it divides by the sum of the row: two
         # roundings to E4M3 of 2^-4 / sqrt(3) each, at most.
-        assert apart(actual, there) < 2**0.5 * 2**-4 / 3**0.5
+        assert relative_error(actual, there) < 2**0.5 * 2**-4 / 3**0.5
 
 
 @pytest.mark.parametrize("power", [-3, -7])
