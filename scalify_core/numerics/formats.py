@@ -373,7 +373,7 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(
-            math.prod(shape[axis + 1 :]) % 2**32
+            math.prod(shape[axis + 1 :])
         )
     # Two rounds, with a key word before each: with one, two steps would draw shifted
     # copies of one sequence.

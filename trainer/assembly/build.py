@@ -385,6 +385,7 @@ def check_fp8(
         gpu,
         require=c.precision.require_fp8,
         frozen=task.frozen_layers,
+        tensor=task.mesh.shape["tensor"],
     )
 
 

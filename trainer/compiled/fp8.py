@@ -185,6 +185,14 @@ def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> J
     return ()
 
 
+def size_on_device(size: tuple[int, int], kind: str, tensor: int) -> tuple[int, int]:
+    """Return a layer's (inputs, outputs) on each of `tensor` devices that split it."""
+    inputs, outputs = size
+    if kind == "row":
+        return inputs // tensor, outputs
+    return inputs, outputs // tensor
+
+
 def products_made(
     size: tuple[int, int],
     tokens: int,
@@ -215,6 +223,7 @@ def not_fp8(
     tokens: int,
     gpu: Gpu | None,
     frozen: Collection[str] = (),
+    tensor: int = 1,
 ) -> list[Layer]:
     """Return the linear layers with a matmul that is not FP8, and the reason.
 
@@ -230,8 +239,10 @@ def not_fp8(
       tokens: of one device's micro-batch.
       gpu: the device that it is compiled for; None: one that has FP8.
       frozen: layers whose kernels are not trained.
+      tensor: devices over which heads and hidden channels are split.
     """
     layers = model.family.linear_sizes(model.spec)
+    kinds = {role.layer: role.kind for role in jax.tree.leaves(model.roles)}
     gemms = without_peeled(program.gemms)
     narrow = [gemm for gemm in gemms if gemm.is_narrow]
     # excluded by the configuration or by their widths
@@ -241,7 +252,7 @@ def not_fp8(
     others = [gemm for gemm in gemms if not gemm.is_narrow]
     products = {
         path: products_made(
-            size,
+            size_on_device(size, kinds.get(path, "column"), tensor),
             tokens,
             program.gemms,
             is_trained=path not in frozen,
@@ -337,6 +348,7 @@ def check_step(
     *,
     require: bool | None,
     frozen: Collection[str] = (),
+    tensor: int = 1,
 ) -> StepReport:
     """Check a step that was compiled for a GPU.
 
@@ -346,12 +358,13 @@ def check_step(
       tokens: of one device's micro-batch.
       gpu: the GPU.
       require: whether all chosen layers must be FP8; None: on GPUs that `is_for_fp8`.
-      frozen: as in `not_fp8`.
+      frozen, tensor: as in `not_fp8`.
 
     Raises:
       UserError: a chosen layer is not FP8 and must be. It names the matmul.
     """
-    layers, share = not_fp8(model, program, tokens, gpu, frozen), fp8_share(program)
+    layers = not_fp8(model, program, tokens, gpu, frozen, tensor)
+    share = fp8_share(program)
     wide = [call for call in program.attentions if not call.is_narrow]
     lost = model.policy.has_fp8_attention and (wide or not program.attentions)
     broken = [

@@ -296,7 +296,8 @@ class Plan(NamedTuple):
             keys.append("micro_batch=1")
         if self.spec.remat != "block":
             keys.append("model.remat=block")
-        if self.fsdp > 1 and not self.spec.scan_layers:
+        can_scan = self.measured.model.policy.wide_ends is None
+        if self.fsdp > 1 and not self.spec.scan_layers and can_scan:
             keys.append("model.scan_layers=true")  # with remat: gathered by layer
         if self.fsdp == 1 and self.hardware.gpus > 1:
             keys.append("parallel=fsdp")
@@ -489,7 +490,14 @@ def make_plan(
             measured=measured,
             bf16=None,
             is_extrapolated=split,
-            layers=not_fp8(measured.model, program, tokens, gpu, task.frozen_layers),
+            layers=not_fp8(
+                measured.model,
+                program,
+                tokens,
+                gpu,
+                task.frozen_layers,
+                task.mesh.shape["tensor"],
+            ),
             largest=None,
         )
         on_first_plan(plan)

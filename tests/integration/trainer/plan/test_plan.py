@@ -202,6 +202,17 @@ def test_a_missing_product_is_told_by_its_size():
     program.gemms = [*gemms[:2], *recomputed]
     (layer,) = not_fp8(model, program, 128, None)
     assert layer.path == "h.0.attn.c_attn"
+    # over two devices, heads and hidden channels are halves; one product is repeated
+    halves = {"attn.c_attn": (64, 96), "mlp.c_fc": (64, 128)}
+    halves |= {"attn.c_proj": (32, 64), "mlp.c_proj": (128, 64)}
+    split = [
+        gemms[0]._replace(sizes=(1, *size))
+        for path in model.narrow
+        for size in layer_products(halves[path.removeprefix("h.0.")], 128)
+    ]
+    program.gemms = [*split, split[0]]
+    assert not_fp8(model, program, 128, None, tensor=2) == []
+    assert not_fp8(model, program, 128, None)
 
 
 def test_figures_are_continued_along_a_line():
