@@ -58,7 +58,7 @@ def gradients(task, accum, *, by_layer):
     [
         ("fp32", GPT2, (2, 2, 2), "fp32", 0.0),
         # histories come out as gradients
-        ("fp8_delayed", LLAMA, (1, 8), "fp32", 0.0),
+        slow("fp8_delayed", LLAMA, (1, 8), "fp32", 0.0),
         slow("scalify_fp8_fp16", LLAMA, (2, 2, 2), "fp32", OF_FP16),
         ("scalify_fp8_fp16", GPT2, (1, 8), "fp8", OF_E4M3),
     ],
