@@ -79,6 +79,7 @@ Layers = Annotated[int, at_least(1), at_most(1000)]
 # Several minutes of sampling, even on a GPU.
 MAX_NEW_TOKENS = 1_000_000
 Amount = Annotated[float, at_least(0)]
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Share = Annotated[float, UP_TO_1]
 ShareBelow1 = Annotated[float, BELOW_1]
 
@@ -102,6 +103,8 @@ def check(hint: Any, value: Any, path: str) -> None:
         check(args[0], value, path)
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
+    elif isinstance(value, float) and abs(value) > LARGEST_FLOAT32:
+        raise UserError(f"{path}={value}: expected a number of at most 3.4e38")
     elif isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{path}: expected a number of at most 64 bits")
 

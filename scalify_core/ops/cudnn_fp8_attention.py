@@ -21,7 +21,9 @@ JAX_VERSION = "0.11.2"  # whose private module this file was written for
 HEAD_WIDTH = 128
 LENGTH_MULTIPLE = 128  # of queries and of keys
 CAPABILITIES = (9, 10)  # major compute capabilities: Hopper, and Blackwell's servers
-LEAST_CUDNN = 91002  # 9.10.2; 9.10.0 has errors in the backward pass
+# By major compute capability: 9.10.0 has errors in the backward pass, and Blackwell has
+# it from 9.19 on.
+LEAST_CUDNN = {9: 91002, 10: 91900}
 
 
 def wrong_jax() -> str:
@@ -34,15 +36,18 @@ def wrong_jax() -> str:
     )
 
 
-def wrong_cudnn() -> str:
-    """Return a sentence if the installed cuDNN lacks FP8 attention; else empty."""
+def wrong_cudnn(major: int) -> str:
+    """Return a sentence if the installed cuDNN lacks FP8 attention on a GPU of this
+    major compute capability; else empty.
+    """
     from jax._src.lib import cuda_versions
 
     if cuda_versions is None:
         return "cuDNN is not installed"
     version = cuda_versions.cudnn_get_version()
-    if version < LEAST_CUDNN:
-        return f"cuDNN {version} is installed; FP8 attention needs {LEAST_CUDNN}"
+    least = LEAST_CUDNN[major]
+    if version < least:
+        return f"cuDNN {version} is installed; FP8 attention here needs {least}"
     return ""
 
 

@@ -325,7 +325,7 @@ def check_attention_device(
         return
     lack = gpu.lacks_attention() or cudnn_fp8_attention.wrong_jax()
     if not is_described:
-        lack = lack or cudnn_fp8_attention.wrong_cudnn()
+        lack = lack or cudnn_fp8_attention.wrong_cudnn(gpu.capability[0])
     if lack:
         raise UserError(
             f"precision.attention={policy.attention}: {lack}; leave precision.attention"

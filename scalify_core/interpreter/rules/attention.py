@@ -150,7 +150,7 @@ def _sized(x8: Any, size: Any) -> Value:
 @composite_rule("fp8_attention.bwd", wide=True)
 def _fp8_attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     (q, k, values, _), *_ = residuals
-    gradient = as_value(gradient)
+    q, k, values, gradient = map(as_value, (q, k, values, gradient))
     data = jax.tree.map(
         lambda x: x.data if is_value(x) else x, residuals, is_leaf=is_value
     )

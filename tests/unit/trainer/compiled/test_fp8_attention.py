@@ -123,16 +123,19 @@ def test_gpus_that_cudnn_has_it_for():
 
 def test_a_cudnn_with_errors_is_refused(monkeypatch):
     class Versions:
-        cudnn_get_version = staticmethod(lambda: 91000)
+        version = 91000
+        cudnn_get_version = classmethod(lambda cls: cls.version)
 
     monkeypatch.setattr("jax._src.lib.cuda_versions", Versions)
-    assert cudnn_fp8_attention.wrong_cudnn() == (
-        "cuDNN 91000 is installed; FP8 attention needs 91002"
-    )
-    Versions.cudnn_get_version = staticmethod(lambda: 91900)
-    assert cudnn_fp8_attention.wrong_cudnn() == ""
+    for major, least in ((9, 91002), (10, 91900)):
+        Versions.version = least - 1
+        assert cudnn_fp8_attention.wrong_cudnn(major) == (
+            f"cuDNN {least - 1} is installed; FP8 attention here needs {least}"
+        )
+        Versions.version = least
+        assert cudnn_fp8_attention.wrong_cudnn(major) == ""
     monkeypatch.setattr("jax._src.lib.cuda_versions", None)
-    assert cudnn_fp8_attention.wrong_cudnn() == "cuDNN is not installed"
+    assert cudnn_fp8_attention.wrong_cudnn(9) == "cuDNN is not installed"
 
 
 def test_the_configuration_asks_for_the_sizes_of_the_kernels():
