@@ -76,6 +76,11 @@ def test_stochastic_storage_is_unbiased(fmt, sqrt):
         assert abs(stored.mean() - expected) < tolerance
 
 
+def test_the_step_is_counted_where_nothing_is_stored_narrow_too():
+    state, _ = run(scaled_state(optax.scale_by_adam(), seed=0), gradients(0), 3)
+    assert state.step == 3
+
+
 def test_rows_never_seen_get_no_update_and_nothing_is_nan():
     tx = scaled_state(optax.scale_by_adam(0.9, 0.95, eps=0.0), **FP8, seed=0)
     zeros = jax.tree.map(jnp.zeros_like, gradients(0))

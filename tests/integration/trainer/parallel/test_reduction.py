@@ -122,3 +122,15 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
     actual = program((12, 20), split, WireFormat(FP32, True))(x, 7)
     np.testing.assert_array_equal(actual, total / DEVICES)
     assert (x.sum(0, dtype=np.float64).astype(np.float32) != total).any()
+
+
+def test_devices_round_equal_numbers_independently():
+    """With the same random bits everywhere, a mean would be off as one device is."""
+    row = np.random.default_rng(1).normal(size=(512,)).astype(np.float32)
+    mean = program((512,), 0, WireFormat(E4M3, False), (1, DEVICES))(
+        np.tile(row, (DEVICES, 1)), jnp.uint32(5)
+    )
+    # One rounding has the variance of a step^2 / 6, and a step is at least half of
+    # epsilon times the number: eight have 1 / sqrt(48) = 0.14 of it, one has 0.2 to 0.4.
+    step = E4M3.epsilon * np.abs(row)
+    assert np.linalg.norm(mean - row) < 0.18 * np.linalg.norm(step)

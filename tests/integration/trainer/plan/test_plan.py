@@ -4,6 +4,7 @@ model whose step is compiled."""
 import dataclasses
 import importlib.metadata
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -20,7 +21,7 @@ from trainer.compiled.fp8 import (
     layer_products,
     not_fp8,
 )
-from trainer.compiled.operations import Collective, Gemm
+from trainer.compiled.operations import Attention, Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.gpt2.model import functional
@@ -28,7 +29,13 @@ from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import make_target_mesh
-from trainer.plan.figures import Hardware, collective_seconds, extrapolate, gemm_seconds
+from trainer.plan.figures import (
+    Hardware,
+    attention_seconds,
+    collective_seconds,
+    extrapolate,
+    gemm_seconds,
+)
 from trainer.plan.plan import is_extrapolated
 from trainer.plan.targets import TARGETS, get_target
 from trainer.workload import TrainTask
@@ -232,6 +239,15 @@ def test_deep_steps_whose_layers_are_alike_are_continued():
     for changes in ({"scan_layers": True}, {"n_layer": 12}):
         changed = dataclasses.replace(spec, **changes)
         assert not is_extrapolated(changed, alike, exact=False)
+
+
+def test_a_causal_attention_takes_half():
+    sizes, h200 = (2, 4, 1024, 1024, 64), get_target("h200")
+    whole, causal = (
+        attention_seconds(Attention("bf16", False, is_causal, sizes, "a", 3), h200)
+        for is_causal in (False, True)
+    )
+    assert causal == whole / 2 == pytest.approx(2 * 2 * math.prod(sizes) / 989.4e12 / 2)
 
 
 def test_seconds_of_products_and_collectives():

@@ -29,6 +29,7 @@ from scalify_core.array.scaled_array import asarray, is_scaled_array
 from scalify_core.array.tree import unpack
 from scalify_core.optim.weights import wide
 from trainer.precision.arrays import dot_general_for
+from trainer.precision.gradients import GROWTH_STEPS, LossScale, next_loss_scale
 from trainer.run.builtin_callbacks import make_rescale
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state
@@ -251,6 +252,13 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
     assert not metrics["finite"]
     assert after.scaling.value == 2.0**23
     assert bits((after.params, after.opt_state)) == before
+
+
+def test_the_loss_scale_doubles_once_after_many_finite_steps():
+    scaling = LossScale(jnp.float32(8), jnp.int32(GROWTH_STEPS - 1))
+    grown = next_loss_scale(scaling, (), jnp.bool_(True))
+    assert (grown.value, grown.finite_steps) == (16, 0)
+    assert next_loss_scale(grown, (), jnp.bool_(True)).value == 16
 
 
 def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
