@@ -12,7 +12,7 @@ import pytest
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import without_dashes
 from trainer.cli.evaluate import harness_command
-from trainer.cli.train import HydraJob, validation_loss
+from trainer.cli.train import HydraJob, check_same_text, validation_loss
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -67,6 +67,9 @@ def test_help_explains_commands_and_keys_in_80_columns(name, monkeypatch, capsys
         (["prepare-data", "train.steps=8"], "unknown key train.steps; Valid: verify"),
         (["--config-name", "own"], "config=FILE"),
         (["precision=fp8"], "choose one of deepseek_fp8, fp8_current, fp8_delayed"),
+        # integers that JAX lacks
+        (["generate", "run_dir=x", "top_k=3000000000"], "at most 2147483647"),
+        (["explain", "run_dir=x", f"batch={10**19}"], "at most 2147483647"),
     ],
 )
 def test_mistyped_words_are_one_line_and_exit_code_2(
@@ -85,6 +88,25 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert validation_loss(job) == 2.5
     assert validation_loss(HydraJob(tmp_path, [], exit_code=3)) == math.inf
+
+
+def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
+    jobs = []
+    for name, tokens in (("0", 900), ("1", 900), ("2", 1800)):
+        folder = tmp_path / name
+        folder.mkdir()
+        jobs.append(HydraJob(folder, ["train.batch_tokens=9"], exit_code=0))
+        row = f'{{"step": 2, "tokens": 18, "val/loss": 2.5, "val/tokens": {tokens}}}\n'
+        (folder / "metrics.jsonl").write_text(row)
+        config = "train: {steps: 2, batch_tokens: 9}\n"
+        (folder / "config.yaml").write_text(config)
+        (folder / "environment.txt").write_text("validation digest: a\n")
+    check_same_text(jobs[1], jobs[0])
+    with pytest.raises(UserError, match="on more or less of it, so its loss counts as"):
+        check_same_text(jobs[2], jobs[0])
+    (tmp_path / "1" / "environment.txt").unlink()
+    with pytest.raises(UserError, match="the run 1 does not tell its validation text"):
+        check_same_text(jobs[1], jobs[0])
 
 
 def test_help_and_mistyped_keys_need_no_jax():

@@ -12,6 +12,7 @@ import yaml
 from configurations import configured
 
 from trainer.__main__ import command
+from trainer.assembly.build import build_model
 from trainer.bounds import Positive, at_least
 from trainer.cli.train import EARLY_INTERRUPT
 from trainer.config.combinations import validate
@@ -243,3 +244,28 @@ def test_a_number_in_a_file_names_the_weights(tmp_path):
 def test_a_text_that_no_file_can_be_named_by_is_refused(text):
     with pytest.raises(UserError, match=r"run_dir=.*: a text may hold neither"):
         from_saved(Config, to_tree(compose_config([])) | {"run_dir": text})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt2_nano", "model.vocab_size=100 is smaller than the tokenizer's 256 ids;"),
+        ("from_init", "100, the vocabulary of the weights, is smaller than the"),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_says_whose_it_is(name, message):
+    c = configured("model=gpt2_nano", "model.vocab_size=100")
+    model = dataclasses.replace(c.model, name=name)
+    with pytest.raises(UserError, match=message):
+        build_model(model, c.precision.policy, 256)
+
+
+def test_moments_that_the_optimizer_cannot_store_are_refused():
+    lion = ["optimizer=lion", "precision=scalify_fp8_fp16"]
+    message = r"nu=fp16, but optimizer=lion has no such moment; set precision\.nu=fp32"
+    with pytest.raises(UserError, match=message):
+        configured(*lion)
+    configured(*lion, "precision.nu=fp32")
+    message = r"mu=fp32, but precision\.update=propagate computes in fp16"
+    with pytest.raises(UserError, match=message):
+        configured("precision=scalify_fp8", "precision.update=propagate")

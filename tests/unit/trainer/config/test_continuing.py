@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -69,6 +70,14 @@ def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(saved):
     assert compose_config([*overrides, "run_dir=./old"]) == expected
 
 
+def test_the_printed_configuration_has_the_saved_settings(saved, capsys):
+    assert command.main(["resume=old", "train.steps=80", "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    actual = tree["train"]["steps"], tree["seed"], tree["sample"]["prompt"]
+    assert actual == (80, 7, "it's ${x}, a=b ")
+    assert [path.name for path in Path().rglob("*")] == ["old", "config.yaml"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -116,6 +125,22 @@ def test_keys_that_are_not_of_the_schema_are_refused(saved, line):
     file.write_text(file.read_text() + line + "\n")
     message = r"old/config\.yaml is damaged \((unknown key|the key 3)"
     with pytest.raises(UserError, match=message):
+        compose_config(["resume=old"])
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "reason"),
+    [
+        ("data", None, "data=None: expected a group of keys"),
+        ("train", 5, "train=5: expected a group of keys"),
+        ("data", {}, "'source'"),
+        ("eval", {"tasks": 5}, "eval.tasks=5 is no list"),
+        ("optimizer", {"name": ["adamw"]}, "is no text"),
+    ],
+)
+def test_groups_that_are_none_are_damage(saved, group, value, reason):
+    save(saved | {group: value})
+    with pytest.raises(UserError, match=rf"is damaged \(.*{re.escape(reason)}"):
         compose_config(["resume=old"])
 
 

@@ -171,6 +171,14 @@ def test_a_manifest_with_a_right_digest_may_hold_other_types(directory, keys, va
     damaged(directory, rf"manifest\.json is damaged .*{REPAIR}")
 
 
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(directory):
+    def move(tree):
+        tree["splits"]["val"]["shards"][0]["name"] = "../val-00000.bin"
+
+    rewrite(directory, move, signed=True)
+    damaged(directory, rf"a shard of val is in another directory.*{REPAIR}")
+
+
 def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
     manifest = Manifest.load(directory)
     rewrite(directory, lambda tree: tree.update(format=1) or tree.pop("digest"))

@@ -252,3 +252,10 @@ def test_ids_of_other_merges_are_those_of_the_file_or_refused(small_dir, tmp_pat
     (tmp_path / "encoder.json").write_text(json.dumps(ids))
     with pytest.raises(UserError, match=r"vocab\.bpe: Token `the` out of vocabulary"):
         get_tokenizer(str(tmp_path))
+
+
+def test_a_file_that_is_too_large_for_a_tokenizer_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.tokenizer_settings.MAX_BYTES", 10)
+    write(tmp_path, {"tokenizer.json": '{"model": {}}'})
+    with pytest.raises(UserError, match=r"tokenizer\.json has more than 10 bytes"):
+        get_tokenizer(str(tmp_path))
