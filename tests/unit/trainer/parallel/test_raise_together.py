@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from trainer.errors import UserError
+from trainer.parallel.processes import check_same_settings
 from trainer.run.initial_weights import check_weights_finite
 from trainer.run.inputs import check_same_inputs
 from trainer.run.rundir import RunDir
@@ -34,6 +35,16 @@ def refusal(monkeypatch):
         return str(error.value)
 
     return refuse
+
+
+def test_other_settings_are_named(refusal):
+    def settings(run_dir, steps, flag):  # a path may differ
+        train = {"steps": steps, "lr": 1}
+        return {"train": train, "run_dir": run_dir, "environment": {"x": flag}}
+
+    mine, theirs = settings("a", 6, "yes"), settings("b", 7, "no")
+    message = "environment.x, train.steps: process 1 was given another value than"
+    assert refusal(check_same_settings, mine, theirs).startswith(message)
 
 
 def test_other_data_weights_and_checkpoints_are_named(refusal, tmp_path):

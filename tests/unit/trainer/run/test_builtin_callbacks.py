@@ -1,4 +1,5 @@
-"""Heat maps are drawn before a checkpoint is saved, and never prevent it."""
+"""Heat maps are drawn before a checkpoint is saved, and never prevent it; a stop
+request interrupts samples."""
 
 from types import SimpleNamespace
 
@@ -6,7 +7,8 @@ import pytest
 
 from trainer.observe.probe import FIGURES
 from trainer.observe.records import encode_row
-from trainer.run.builtin_callbacks import pictures
+from trainer.run.builtin_callbacks import pictures, samples
+from trainer.run.callbacks import Interrupted, StepContext
 
 
 def numerics(layer):
@@ -30,3 +32,16 @@ def test_a_log_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, line, reason)
     assert list(drawn) == ([] if reason else ["numerics/weights/picture"])
     assert ("no heat maps after step 7: " in caplog.text) == bool(reason)
     assert (reason or "") in caplog.text
+
+
+def test_a_stop_request_interrupts_samples():
+    def sample(params, before_window):
+        before_window()
+        return "never"
+
+    state = SimpleNamespace(params=None)
+    stop = lambda doing: doing == "sampling after step 3"
+    context = StepContext(3, False, state, None, None, {}, None, stop, None, None)
+    with pytest.raises(Interrupted):
+        samples(1, sample).run(context)
+    assert context.texts == []

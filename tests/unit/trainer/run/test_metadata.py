@@ -1,8 +1,14 @@
 """Metadata of checkpoints from strangers."""
 
+import dataclasses
+
+import jax
 import pytest
 
 from trainer.errors import UserError
+from trainer.models.llama.spec import LlamaSpec
+from trainer.models.registry import family_of
+from trainer.run.compatibility import architecture
 from trainer.run.metadata import validate_metadata
 
 
@@ -13,3 +19,24 @@ def test_numbers_that_no_run_writes_are_refused():
     ):
         with pytest.raises(UserError, match="checkpoint 3"):
             validate_metadata(odd, {}, "checkpoint 3")
+
+
+def test_sizes_of_a_model_are_bounded_by_its_arrays_and_heads_may_be_narrow():
+    narrow = LlamaSpec(vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, d_model=256)
+    narrow = dataclasses.replace(narrow, head_dim=2, d_mlp=4)
+    init = family_of(narrow).build(narrow).init
+    arrays = {
+        jax.tree_util.keystr(path): {
+            "shape": list(leaf.shape),
+            "dtype": "float32",
+            "checksum": "0",
+        }
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            jax.eval_shape(init, jax.random.key(0))
+        )
+    }
+    validate_metadata({"model": architecture(narrow)}, arrays, "checkpoint 3")
+    for sizes in ({"d_model": 2**20}, {"vocab_size": 2**20}, {"n_layer": 30}):
+        large = dataclasses.replace(narrow, **sizes)
+        with pytest.raises(UserError, match=r"checkpoint 3: .* have at least"):
+            validate_metadata({"model": architecture(large)}, arrays, "checkpoint 3")

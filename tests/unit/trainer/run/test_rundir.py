@@ -1,15 +1,22 @@
 """A run directory is held by one trainer at a time, and bound to one configuration."""
 
+import copy
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 import yaml
 
+from trainer.config.composition import compose_config
+from trainer.config.fields import from_saved, to_tree
+from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import (
     RunDir,
     RunDirLost,
@@ -98,6 +105,48 @@ def test_a_job_of_a_sweep_does_not_go_on_with_a_run_of_other_steps(run_dir):
             run_dir.check(longer, fixed=[fixed])
 
 
+def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
+    def given(weights, *paths, tokenizer="gpt2"):
+        data = {"paths": paths, "tokenizer": tokenizer}
+        return CONFIG | {"init_from": weights, "data": data}
+
+    run_dir.write_config(given("gpt2", "a.txt", "books/"))
+    run_dir.check(given("gpt2/", "a.txt", "books"))
+    for other, says in (
+        (given("/", "b.txt"), r"init_from=/ \(was gpt2\); data\.paths=\['b\.txt'\]"),
+        (
+            given("gpt2", "a.txt", "books", tokenizer="gpt2/"),
+            r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);",
+        ),
+    ):
+        with pytest.raises(UserError, match=says):
+            run_dir.check(other)
+
+
+def test_a_key_of_a_phase_that_is_newer_than_the_run_is_no_difference(run_dir):
+    new = to_tree(compose_config(["train.phases=[{until:3,precision:sim},{}]"]))
+    new["train"]["phases"] = list(new["train"]["phases"])
+    old = copy.deepcopy(new)
+    del old["train"]["phases"][0]["precision"]["four_over_six"]
+    run_dir.write_config(old)
+    run_dir.check(new)
+    assert from_saved(Config, old) == from_saved(Config, new)
+
+
+def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
+    run_dir.write_config(CONFIG)
+    (run_dir.path / "config.yaml").write_text("{]")
+    with pytest.raises(UserError, match=r"config\.yaml is damaged"):
+        run_dir.write_config(CONFIG)
+    config = CONFIG | {"tracker": {"tags": ["a", "b"]}}
+    with Checkpointer(run_dir.path / "checkpoints") as checkpointer:
+        checkpointer.save(3, {"x": jnp.ones(2)}, {"config": config})
+    with pytest.raises(UserError, match=r"seed=2 \(was 1\)"):
+        run_dir.check(CONFIG | {"seed": 2})
+    run_dir.write_config(CONFIG)
+    assert saved_config(run_dir)["seed"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -169,6 +218,18 @@ def test_a_killed_trainer_leaves_the_directory_free_although_a_child_of_it_lives
     finally:
         os.kill(child, signal.SIGKILL)  # it lived until here
     process.communicate(timeout=30)
+
+
+def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def remove_and_lock(file, how):
+        (tmp_path / ".lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    with pytest.raises(UserError, match="is in use by another process"):
+        RunDir(tmp_path)
 
 
 def test_a_directory_with_links_is_refused_before_anything_is_written(tmp_path):

@@ -13,7 +13,7 @@ from trainer.run import shutdown
 from trainer.run.shutdown import HUNG, EarlyInterrupt, Guard, Timeouts
 
 CODE = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 from pathlib import Path
 from trainer.run.shutdown import Guard, Timeouts
 folder, stop, stall, hang, doing = sys.argv[1:]
@@ -23,7 +23,10 @@ announce = lambda text: sys.argv[5] == "tells" and say(text)
 with Guard(timeouts, Path(folder), say, announce) as guard:
     guard.beat("in step 3")
     print("ready", flush=True)
-    if doing == "hangs":
+    if doing == "hangs on a full disk":
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, 1), os.dup2(full, 2)
+    if doing.startswith("hangs"):
         mutex = ctypes.create_string_buffer(64)
         for _ in range(2):
             ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, signals or not
@@ -90,7 +93,7 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
         " ended; checkpoints: 20; re-run the same command to resume\n"
     )
     assert output == errors.removeprefix("error: ")  # reported, too
-    assert 'File "<string>", line 15 in <module>' in (tmp_path / "hang.txt").read_text()
+    assert 'File "<string>", line 18 in <module>' in (tmp_path / "hang.txt").read_text()
 
 
 def test_a_process_that_hangs_is_reported_once_and_then_ended(start):
@@ -101,6 +104,11 @@ def test_a_process_that_hangs_is_reported_once_and_then_ended(start):
         "error: no progress for 1 s, in step 3; ended; checkpoints: none;"
     )
     assert errors.count("\n") == 1
+
+
+def test_on_a_full_disk_a_process_that_hangs_is_ended_too(start):
+    process = start("hangs on a full disk", stall=0.2, hang=0.5)
+    assert process.wait(timeout=10) == HUNG
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])

@@ -4,6 +4,7 @@ model, and from checkpoints that are not there."""
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,6 +94,20 @@ def test_the_tokenizer_beside_weights_is_compared_with_the_datas(tmp_path, bpe):
             f"weights from {source} (Hugging Face, gpt2): 2 tensors;"
         )
         assert line.endswith(f"is that of the data, {first.name}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "accepted"),
+    [(50257, 50257, True), (50304, 50257, True), (50257, 256, False)],
+)
+def test_without_a_tokenizer_the_sizes_of_the_vocabularies_decide(
+    rows, ids, accepted, tmp_path
+):
+    tokenizer = SimpleNamespace(name="x", vocab_size=ids)
+    spec = GPT2Spec(vocab_size=rows)
+    assert (hf_tokenizer_mismatch(tmp_path, spec, tokenizer) is None) == accepted
+    line = describe_init(tmp_path, tokenizer, spec, PARAMS)
+    assert "there is no tokenizer beside them, so nobody checked" in line
 
 
 @pytest.mark.parametrize(
