@@ -1,10 +1,12 @@
 """The documents' examples run as they stand, and learn; commands and links of all
 documents are valid."""
 
+import ast
 import importlib
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import jax
@@ -13,12 +15,15 @@ import pytest
 
 from scalify_core.array.scaled_array import is_scaled_array
 from trainer.cli.composing import split_arguments
+from trainer.cli.train import SIGNAL_EXIT_CODES
 from trainer.config.composition import (
     Sweep,
     compose_config,
     expand_arguments,
     is_sweep,
 )
+from trainer.errors import UserError
+from trainer.run.shutdown import HUNG, SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -81,6 +86,32 @@ def test_links_lead_somewhere(document):
     name = f"docs/{document.name}"
     is_in_docs = document.parent.name == "docs" and document.name != "README.md"
     assert not is_in_docs or name in README.read_text()
+
+
+def constant_exit_codes(path):
+    """The integers that a program's main functions return, or that it exits with."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        codes = []
+        name = node.name if isinstance(node, ast.FunctionDef) else None
+        if name in ("main", "run", "run_command_line"):
+            codes = [n.value for n in ast.walk(node) if isinstance(n, ast.Return)]
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else None
+        if called in ("sys.exit", "os._exit", "SystemExit"):
+            codes = node.args
+        for code in codes:
+            if isinstance(code, ast.Constant) and type(code.value) is int:
+                yield code.value
+
+
+def test_every_exit_code_is_documented():
+    text = (ROOT / "docs" / "exit_codes.md").read_text()
+    listed = {int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)}
+    signals = {128 + number for number in (*SIGNALS, signal.SIGPIPE)}
+    actual = {0, 1, HUNG, *SIGNAL_EXIT_CODES, *signals}
+    actual |= {error.exit_code for error in (UserError, *UserError.__subclasses__())}
+    for path in [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        actual |= set(constant_exit_codes(path))
+    assert listed == actual
 
 
 def blocks(document):

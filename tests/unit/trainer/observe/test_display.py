@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 from unittest import mock
 
 import pytest
@@ -109,3 +110,24 @@ def test_a_text_is_no_markup_and_does_not_command_a_terminal():
     file = io.StringIO()
     Output(file=file, force_terminal=True).print("x[/x] [red]a\x1b]0;OWNED\a")
     assert file.getvalue() == "x[/x] [red]a\\x1b]0;OWNED\\x07\n"
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on():
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        display = Display(10, console=Output(file=pipe, soft_wrap=True))
+        display.message("to nobody")
+        display.message("to nobody, again")
+        assert display.console.quiet
+
+
+def test_a_run_whose_output_goes_to_a_full_disk_goes_on_and_says_so_once(capsys):
+    with open("/dev/full", "w") as full:
+        display = Display(10, console=Output(file=full, soft_wrap=True))
+        display.message("lost")
+        display.message("lost, too")
+    assert capsys.readouterr().err == (
+        "error: cannot write to standard output: No space left on device; the run"
+        " continues without it\n"
+    )

@@ -197,3 +197,23 @@ def test_no_text_can_break_the_samples(tmp_path, text):
     ]
     path.write_bytes(b"".join(map(encode_sample, samples)))
     assert read_samples(path) == samples
+
+
+@pytest.mark.parametrize("content", [b"", b"some other text"])
+def test_samples_that_are_not_as_they_were_written_are_noticed(tmp_path, content):
+    tracker = jsonl(tmp_path)
+    log_steps(tracker, 1)
+    tracker.sample(1, "sample", "some text")
+    written = tracker.written()
+    tracker.finish()
+    assert len(resume(tmp_path, 1, written)) == 1
+    (tmp_path / "samples.txt").write_bytes(content)
+    [event] = [row["event"] for row in resume(tmp_path, 1, written)[1:]]
+    assert "samples.txt is not what the run wrote" in event
+
+
+def test_a_step_cannot_be_logged_twice(tmp_path):
+    tracker = jsonl(tmp_path)
+    log_steps(tracker, 1, 2)
+    with pytest.raises(ValueError, match="row of step 2 after the row of step 2"):
+        log_steps(tracker, 2)
