@@ -1,10 +1,30 @@
-"""docs/trust.md: its program prints the output that it shows."""
+"""docs/trust.md: its program prints the output that it shows, and its limits hold."""
 
 import re
 import runpy
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from beside_plain import F32, HALF
+from draws import draw_normal
+from numpy.testing import assert_allclose, assert_array_equal
+
+from scalify_core import (
+    ScaledArray,
+    as_scaled_array,
+    asarray,
+    explain,
+    optim,
+    scalify,
+)
+from scalify_core.ops.functional import gelu
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trust.md").read_text()
+X = as_scaled_array(jnp.arange(1.0, 5.0), dtype=HALF)
 
 
 def test_the_program_prints_what_the_page_shows(tmp_path, capsys):
@@ -16,3 +36,102 @@ def test_the_program_prints_what_the_page_shows(tmp_path, capsys):
     assert printed == shown, (
         f"docs/trust.md is stale; its second block is now\n{printed}"
     )
+
+
+def test_the_lowest_number_masks_after_a_product_but_not_as_an_argument():
+    q, w = as_scaled_array((draw_normal(0, (4, 3)), jnp.eye(3)[:, :2]), dtype=HALF)
+    lowest = float(jnp.finfo(F32).min)
+
+    def masked(q, w, number, product=jnp.matmul):
+        return product(jnp.where(jnp.arange(3) == 2, number, q), w)
+
+    for fun in (
+        lambda q, w: masked(q, w, lowest),
+        lambda q, w: masked(q, w, lowest, jax.jit(jnp.matmul)),
+        lambda q, w: masked(q, w, -1e4),
+    ):
+        actual = asarray(scalify(fun)(q, w))
+        assert_allclose(actual, asarray(q)[:, :2], rtol=2**-10)
+    assert not asarray(scalify(masked)(q, w, lowest)).any()
+    assert "dot_general" in explain(masked, q, w, lowest).first_loss
+
+
+def test_an_optimizer_step_with_narrow_moments_is_better_done_outside():
+    sizes = 10.0 ** jnp.linspace(-4, 3, 64)[:, None]
+    tx = optax.adam(1e-2)
+    stored = optim.scaled_state(tx, mu=HALF, nu=HALF, seed=0)
+    params = as_scaled_array(draw_normal(1, (64, 8)), dtype=HALF)
+    plain = tx.init(asarray(params))
+    gradient = jax.grad(lambda p: jnp.sum(sizes * jnp.tanh(p) ** 2))
+
+    @jax.jit
+    @scalify
+    def inside(p, state):
+        updates, state = tx.update(gradient(p), state, p)
+        return optax.apply_updates(p, updates), state
+
+    @jax.jit
+    def outside(p, state):
+        scaled = scalify(gradient)(as_scaled_array(p, dtype=HALF))
+        updates, state = stored.update(asarray(scaled), state, p)
+        return optax.apply_updates(p, updates), state
+
+    def updates(step, p, state):
+        """Return the update of the row with the smallest gradient, and the largest."""
+        first = asarray(p)
+        for _ in range(8):
+            p, state = step(p, state)
+        rows = jnp.abs(asarray(p) - first).max(1)
+        return float(rows[0]), float(rows.max())
+
+    # Adam moves a parameter by about its learning rate, whatever its gradient.
+    of_smallest, largest = updates(inside, params, as_scaled_array(plain, dtype=HALF))
+    assert of_smallest < 0.03
+    assert 0.07 < largest < 0.1
+    of_plain = updates(inside, params, plain)
+    of_stored = updates(outside, asarray(params), stored.init(asarray(params)))
+    assert all(0.07 < update < 0.1 for update in (*of_plain, *of_stored))
+    assert inside(params, plain)[1][0].nu.dtype == F32
+
+
+def test_rows_that_a_permutation_given_as_an_argument_copies_are_rounded():
+    x, order = as_scaled_array((draw_normal(0, (8, 8)), jnp.eye(8)[::-1]), dtype=HALF)
+
+    @scalify
+    def difference(x, order):
+        h = jnp.tanh(x)
+        return jnp.abs(order.astype(x.dtype) @ h - h[::-1]).max()
+
+    assert 0 < asarray(difference(x, order)) < 2**-11
+    assert asarray(difference(x, asarray(order) > 0)) == 0
+
+
+def test_forward_mode_goes_inside_in_functions_of_jax_numpy():
+    _, tangent = scalify(lambda x, t: jax.jvp(jnp.sin, (x,), (t,)))(X, X)
+    x = np.arange(1.0, 5.0)
+    assert_allclose(asarray(tangent), x * np.cos(x), rtol=2**-9)
+    with pytest.raises(TypeError, match="forward-mode"):
+        scalify(lambda x, t: jax.jvp(gelu, (x,), (t,)))(X, X)
+
+
+def test_one_run_time_scale_is_mapped_inside_or_by_its_axes():
+    with pytest.raises(ValueError, match="rank"):
+        jax.vmap(scalify(jnp.sin))(X)
+    inside = scalify(jax.vmap(jnp.sin))(X)
+    by_axes = jax.vmap(scalify(jnp.sin), in_axes=(ScaledArray(0, None),))(X)
+    static = jax.vmap(scalify(jnp.sin))(as_scaled_array(asarray(X), 1.0, dtype=HALF))
+    assert (inside.scale.shape, by_axes.scale.shape) == ((), (4,))
+    for actual in (inside, by_axes, static):
+        assert_allclose(asarray(actual), np.sin(np.arange(1.0, 5.0)), rtol=2**-9)
+
+
+def test_a_scale_donated_to_a_vmap_is_not_usable_and_each_tensor_has_its_own():
+    halve = scalify(lambda tree: jax.tree.map(lambda x: x * 0.5, tree))
+    mapped = jax.vmap(halve, in_axes=(ScaledArray(0, None),))
+    x = as_scaled_array(jnp.arange(1.0, 5.0), dtype=HALF)
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        out = jax.jit(mapped, donate_argnums=0)(x)
+    assert_array_equal(asarray(out), np.arange(1.0, 5.0) / 2)
+    two = as_scaled_array({"a": jnp.ones(3), "b": jnp.ones(4)}, dtype=HALF)
+    halved = jax.jit(halve, donate_argnums=0)(two)
+    assert_array_equal(asarray(halved)["b"], np.full(4, 0.5))
