@@ -30,6 +30,14 @@ def test_numpy_functions_read_the_logical_value(read):
     assert read(x).dtype == np.float32
 
 
+@pytest.mark.parametrize("read", [jnp.asarray, np.asarray])
+def test_scales_that_were_added_up_read_as_nan_through_numpy_too(read):
+    x, y = (as_scaled_array(jnp.full(4, n), dtype=HALF) for n in (1.0, 4.0))
+    total = jax.tree.map(jnp.add, x, y)
+    with pytest.warns(PrecisionWarning, match="reads as NaN"):
+        assert np.isnan(read(total)).all()
+
+
 @pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, 2.0**127, float("nan")])
 def test_a_scale_that_is_no_power_of_two_in_range_is_an_error(scale):
     for make in (ScaledArray, set_scaling, rebalance, rebalance_grad):

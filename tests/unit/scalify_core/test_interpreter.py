@@ -4,6 +4,7 @@ import functools
 import gc
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -166,3 +167,41 @@ def test_numbers_that_the_function_returns_are_arrays(scales):
     assert all(isinstance(x, jax.Array) for x in actual)
     assert [x.dtype for x in actual] == [jnp.int32, F32, bool, F32, jnp.int32]
     assert [x.tolist() for x in actual] == [3, 2.5, True, 2, [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("scales", "dtype", "traces"),
+    [("static", HALF, [F32]), ("auto", F32, [F32]), ("auto", HALF, [F32, HALF])],
+)
+def test_a_function_runs_at_each_call_and_under_jit_once(scales, dtype, traces):
+    actual = []
+
+    def fun(x):
+        actual.append(x.dtype)
+        return x @ x.T
+
+    scaled = transform.scalify(fun, scales=scales)
+    for run, calls in ((scaled, 3), (jax.jit(scaled), 1)):
+        actual.clear()
+        for factor in (1, 2, 3):
+            run(as_scaled_array(factor * X, F32(2), dtype=dtype))
+        assert actual == calls * traces
+
+
+FACTOR = 1.0
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_a_global_an_attribute_and_a_list_are_read_at_each_call(scales, monkeypatch):
+    model, factors = SimpleNamespace(rate=1.0), [1.0]
+    fun = lambda x: x * FACTOR * model.rate * sum(factors)
+    scaled, x = transform.scalify(fun, scales=scales), as_scaled_array(X, dtype=HALF)
+    changes = (
+        lambda: None,
+        lambda: monkeypatch.setitem(globals(), "FACTOR", 2.0),
+        lambda: setattr(model, "rate", 4.0),
+        lambda: factors.append(1.0),
+    )
+    for change, product in zip(changes, (1, 2, 8, 16), strict=True):
+        change()
+        assert_array_equal(asarray(scaled(x)), product * asarray(x))

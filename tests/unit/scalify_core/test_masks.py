@@ -202,6 +202,17 @@ def test_in_which_format_a_product_is_multiplied():
     assert "HIGHEST" in computed
 
 
+def test_a_product_of_the_highest_precision_is_in_float32_and_so_is_its_gradient():
+    (s,) = scaled(normal(0, 8, 8))
+    gradient = lambda precision: jax.grad(
+        lambda s: jnp.sum(jnp.tanh(jnp.dot(jnp.tanh(s), s, precision=precision)))
+    )
+    in_fp32 = products(gradient("highest"), s)
+    assert len(in_fp32) == 3
+    assert not any("f16>" in line for line in in_fp32)
+    assert all("f16>" in line for line in products(gradient(None), s))
+
+
 # Readers of a value beside a product.
 
 

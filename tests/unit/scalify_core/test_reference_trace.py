@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beside_plain import error, normal, pairs
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from scalify_core import PrecisionWarning, as_scaled_array, asarray, explain, scalify
@@ -98,6 +99,9 @@ NARROW = {
     ),
 }
 PROMOTED = {
+    "a scalar of NumPy": lambda x, w: (x / np.sqrt(16.0)) @ w,
+    # as nnx.Embed is without a dtype
+    "a layer in FP32": lambda x, w: jnp.matmul(*promote_dtype(x, w, dtype=F32)),
     "a table": lambda x, w: (x * TABLE) @ w,
     "in a scan": scanned(lambda x, w: ((x * TABLE) @ w).astype(x.dtype)),
     "in a while loop": lambda x, w: lax.while_loop(
