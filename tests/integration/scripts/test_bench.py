@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -45,3 +46,16 @@ def test_cases_take_turns_and_all_are_compared_with_the_first(monkeypatch, tmp_p
     figures = interleave.figures([0.5, 0.1, 0.2], tokens=100)
     assert figures["tokens_per_s"] == 500
     assert figures["step_ms"] == 200
+
+
+def test_a_cpu_is_not_timed_in_place_of_a_gpu(capsys):
+    arguments = Arguments(
+        "gpt2_nano:fp32:batch=1",
+        rounds=1,
+        steps=1,
+        sequence=16,
+        platform="gpu",
+        compile_cache=os.environ["SCALIFY_TEST_CACHE"],
+    )
+    assert compare(arguments).rows == {}
+    assert "FAILED, platform=gpu, but JAX has cpu" in capsys.readouterr().out

@@ -119,6 +119,16 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():
+    def interrupt(context):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    callbacks = [Callback("interrupt", 2, interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config("train.steps=6"), data=Walk(), callbacks=callbacks)
+
+
 def test_texts_are_prepared_once_and_trained_on_in_another_thread_too():
     texts = [f"{i} and {i} are {2 * i}. " * 9 for i in range(300)]
     config = tiny_config("train.steps=2", "data.val_fraction=0.1")

@@ -4,6 +4,8 @@ line.
 A run is, where there is one: in test_evaluate_command.py.
 """
 
+import json
+
 import pytest
 
 from trainer.cli.explain import command
@@ -70,3 +72,19 @@ def test_a_precision_without_scales_is_refused(settings, capsys):
     _, arguments = settings
     assert command([*arguments[1:], "precision=bf16"]) == 2
     assert "scaling=none has no scales to explain" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the explanation itself: unit/scalify_core/test_explain.py
+def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
+    folder, arguments = settings
+    assert command([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "largest error of a result" in printed
+    table = printed.split("\n\n")[1].splitlines()
+    assert len([line for line in table if line.startswith("  ")]) == 1 + 5  # the titles
+    document = json.loads((folder / "rows.json").read_text())
+    fp8 = [row for row in document["rows"] if row["dtype"] == "float8_e4m3fn"]
+    assert fp8
+    assert all(row["flushed"] < 0.01 and row["saturated"] == 0 for row in fp8)
+    assert {row["backward"] for row in document["rows"]} == {False, True}
+    assert max(document["errors"]) < 0.5

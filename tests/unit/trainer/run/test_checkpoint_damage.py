@@ -193,3 +193,7 @@ def test_a_missing_package_is_no_damage(directory, open_checkpointer, monkeypatc
     with pytest.raises(ModuleNotFoundError):
         restore(checkpointer)
     assert checkpointer.steps() == [1, 2]
+    monkeypatch.setattr("orbax.checkpoint.path.step.Metadata", missing)
+    with pytest.raises(ModuleNotFoundError):
+        open_checkpointer()
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]

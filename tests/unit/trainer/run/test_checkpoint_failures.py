@@ -1,19 +1,24 @@
 """Saves that fail or are killed leave the earlier checkpoints whole, and say so in a
 line."""
 
+import asyncio
+import logging
 import resource
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoints import abstract, bits, make_state, saved
 
 from trainer.errors import UserError
+from trainer.run.orbax_errors import hide_orbax_tracebacks
 
 
 @contextmanager
@@ -100,3 +105,48 @@ def test_the_rest_of_a_killed_save_is_removed_with_the_next_save(open_checkpoint
     checkpointer = saved(open_checkpointer(), 2)
     assert checkpointer.steps() == [1, 2]
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
+
+
+def test_reports_of_errors_outside_of_orbax_are_not_hidden(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    hide_orbax_tracebacks()
+
+    async def other():
+        pass
+
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError) as raised:
+        loop.call_soon_threadsafe(print)
+    with_caller = raised.value.__traceback__
+    of_orbax = ocp.PyTreeCheckpointHandler.async_save(None, None, None)
+    coroutines = of_orbax, other()
+    causes = [(with_caller.tb_next, None), (with_caller, None)]
+    causes += [(None, coroutine) for coroutine in coroutines]
+    reports = [
+        SimpleNamespace(exc_type=RuntimeError, exc_traceback=trace, object=coroutine)
+        for trace, coroutine in causes
+    ]
+    for report in reports:
+        sys.unraisablehook(report)
+    for coroutine in coroutines:
+        coroutine.close()
+    # others may be of earlier tests
+    assert [report for report in shown if report in reports] == reports[1::2]
+
+
+def test_errors_that_asyncio_logs_are_hidden_only_if_orbax_raised_them(caplog):
+    def raised_in(filename):
+        try:
+            exec(compile("raise ValueError('late')", filename, "exec"))
+        except ValueError as error:
+            return ValueError, error, error.__traceback__.tb_next
+
+    hide_orbax_tracebacks()
+    logger = logging.getLogger("asyncio")
+    for filename in (ocp.__file__, __file__):
+        logger.error("%s", filename, exc_info=raised_in(filename))
+    logger.error("no exception")
+    actual = [record.getMessage() for record in caplog.records]
+    assert actual == [__file__, "no exception"]
