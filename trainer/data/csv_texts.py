@@ -76,6 +76,7 @@ def read_texts(file: str, config: Any, column: str) -> Iterator[str]:
             " follow; save the texts as JSON lines"
         )
     names = config.names
+    is_noted = False  # a table inside a text is no fault: said once a file
     has_header = config.header == 0 or (config.header == "infer" and names is None)
     encoding = config.encoding or "utf-8"
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
@@ -97,12 +98,16 @@ def read_texts(file: str, config: Any, column: str) -> Iterator[str]:
                 )
             check_names(file, names, column)
             if may_be_rows(row_lines, config.sep, len(names)):
-                problem = f"{place}: quotes join {len(row_lines)} lines, most of which"
-                problem += " may be rows; remove the quotes, set quoting: 3 in a"
-                problem += " README.md, or save the texts as JSON lines"
+                problem = (
+                    f"{place}: quotes join {len(row_lines)} lines, most of which may be"
+                    " rows; remove the quotes, set quoting: 3 in a README.md, or save"
+                    " the texts as JSON lines"
+                )
                 if config.sep == "\t":
                     raise UserError(problem)
-                note(problem)
+                if not is_noted:
+                    note(problem)
+                is_noted = True
             yield row[names.index(column)]
 
 
@@ -118,7 +123,8 @@ def rows_of(
             yield line
 
     csv.field_size_limit(sys.maxsize)  # a field is a document
-    has_quotes = str(config.quoting) != str(int(csv.QUOTE_NONE))
+    # YAML may have the number as a text.
+    has_quotes = str(config.quoting) != str(csv.QUOTE_NONE)
     reader = csv.reader(
         recorded(),
         delimiter=config.sep,

@@ -134,8 +134,8 @@ def _fp8_attention(call: Any, *operands: Any) -> Any:
     out, *residuals = call.bind(*map(v.unscaled, (q, k, values)))
     size = size_of(values.size, _attention_growth(call, q, k))
     y = brought(out, size, values.dtype)
-    kept = zip(residuals, (q, k, values), strict=False)
-    return y, (*(_sized(x8, x.size) for x8, x in kept), *residuals[3:])
+    copies = zip(residuals, (q, k, values), strict=False)
+    return y, (*(_sized(x8, x.size) for x8, x in copies), *residuals[3:])
 
 
 def _sized(x8: Any, size: Any) -> Value:

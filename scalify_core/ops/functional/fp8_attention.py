@@ -60,7 +60,7 @@ P_SCALE = 256.0
 RESULT_RANGE = (1.0, E4M3.max)
 # The name scope of a kernel that only runs where a guessed scale was wrong.
 RERUN = "fp8_attention_rerun"
-# What the guesses put at 1: see `guessed_scales`.
+# What the guesses put at 1: see `backward_scales`.
 DQ_TARGET, DK_TARGET, DV_TARGET = 2.0**10, 2.0**8, 2.0**4
 
 

@@ -102,4 +102,4 @@ def test_a_validation_gathers_by_layer_too():
     for task in (by_layer, unrolled):
         batch = place_batch(Batch(tokens, None), accum=1, mesh=task.mesh)
         losses.append(float(jitted_eval_step(task)(first_state(task, seed=0), batch)))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=2 * OF_FP16)

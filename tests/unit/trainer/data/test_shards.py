@@ -244,8 +244,8 @@ def test_large_data_are_read_through_again_for_a_smaller_vocabulary(directory, m
 @pytest.mark.parametrize("change", [{"vocab_size": 5000}, {"eot": 32}])
 def test_a_manifest_says_of_ids_what_its_tokenizer_does(directory, change):
     rewrite(directory, lambda tree: tree.update(change), signed=True)
-    said = rf"manifest\.json says .*, its tokenizer has .*{REPAIR}"
-    with pytest.raises(UserError, match=said):
+    message = rf"manifest\.json says .*, its tokenizer has .*{REPAIR}"
+    with pytest.raises(UserError, match=message):
         Manifest.load(directory).get_tokenizer()
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         prepare_data.main(prepare_data.Arguments(verify=str(directory)), [])

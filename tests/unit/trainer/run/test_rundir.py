@@ -148,7 +148,7 @@ def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("samples.txt", "is no run, and has a samples.txt"),
         ("metrics.jsonl", "is no run, and has a metrics.jsonl"),
@@ -161,11 +161,11 @@ def test_a_damaged_configuration_is_that_of_the_newest_checkpoint(run_dir):
         ("tensorboard/events.tfevents.1", "is no run, and has files in tensorboard/"),
     ],
 )
-def test_a_directory_that_is_no_run_keeps_its_files(tmp_path, name, said):
+def test_a_directory_that_is_no_run_keeps_its_files(tmp_path, name, message):
     for path in (tmp_path / name, tmp_path / "film.partial"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("the user's own")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         RunDir(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(files) == sorted([tmp_path / name, tmp_path / "film.partial"])
