@@ -215,11 +215,9 @@ def _attention_fwd_cuda(
 ) -> tuple:
     if not _is_for_cudnn(q, k, v):
         return _attention_fwd(q, k, v, segments, sees=sees, logit_scale=logit_scale)
-    # The training form of the kernel: the backward contains the same call, and the
-    # compiler makes it once.
-    out, _ = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
-    unused = jnp.zeros((q.shape[0], q.shape[2], q.shape[1], 1), jnp.float32)
-    return out, (q, k, v, segments, out, unused)
+    out, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
+    (log_norm,) = (x for x in jax.tree.leaves(pullback) if _is_log_norm(x, q))
+    return out, (q, k, v, segments, out, log_norm[..., None])
 
 
 def _attention_bwd_cuda(
@@ -229,11 +227,27 @@ def _attention_bwd_cuda(
     sees: Sees,
     logit_scale: float,
 ) -> tuple:
-    q, k, v, segments, _, _ = residuals
+    q, k, v, segments, out, log_norm = residuals
     if not _is_for_cudnn(q, k, v):
         return _attention_bwd(residuals, gradient, sees=sees, logit_scale=logit_scale)
-    _, vjp = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
-    return *vjp(gradient.astype(q.dtype)), None
+    again, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
+
+    def saved(x: jax.Array) -> jax.Array:
+        if x is again:
+            return out
+        return log_norm[..., 0] if _is_log_norm(x, q) else x
+
+    # JAX gives the backward kernel only with a forward call. Nothing reads the results
+    # of that call now, so the compiler removes it; in a loop over layers, whose forward
+    # pass is another loop, it would run.
+    pullback = jax.tree.map(saved, pullback)
+    return *pullback(gradient.astype(q.dtype)), None
+
+
+def _is_log_norm(x: jax.Array, q: jax.Array) -> bool:
+    """Return whether a residual of cuDNN's call has the logarithms of its sums."""
+    batch, queries, heads, _ = q.shape
+    return x.dtype == jnp.float32 and x.shape == (batch, heads, queries)
 
 
 _attention.cuda = _attention_cuda

@@ -17,20 +17,22 @@ from for_h200 import (
     compiled_for_a_gpu,
     compiled_text,
     gemms,
+    program_for,
     with_gradients,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import ScaledArray, tree
+from scalify_core import ScaledArray, asarray, tree
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
-from scalify_core.ops.functional import embedding, layer_norm, materialized
+from scalify_core.ops.functional import attention, embedding, layer_norm, materialized
 from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
 from scalify_core.optim import scaled_state
 from scalify_core.optim.weights import apply_updates
+from scalify_core.static import set_scaling
 
 
 def written(text):
@@ -101,6 +103,30 @@ def test_the_gradients_of_a_layer_norm_read_its_statistics(h200):
     assert not [out for out in written(text) if "f32[8192,768]" in out]
     sums = [out for out in written(text) if re.search(r"f32\[\d+,768\]", out)]
     assert len(sums) == 1, written(text)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("run", [scalify, lambda f: f])
+def test_a_loop_over_layers_calls_each_attention_once_in_each_pass(run, segments):
+    """The statistics of the forward kernel are stacked for the backward loop."""
+    ids = jnp.zeros((2, 256), jnp.int32) if segments else None
+
+    def loss(x, layers):
+        def layer(x, scale):
+            x = set_scaling(x * scale, 1.0)
+            return attention(x, x, x, segments=ids), None
+
+        return jnp.sum(jax.lax.scan(layer, x, layers)[0].astype(jnp.float32))
+
+    def step(x, layers):
+        if run is scalify:
+            x = ScaledArray(x, 1.0)
+        return asarray(run(jax.grad(loss))(x, layers))
+
+    shapes = [((2, 256, 4, 64), jnp.float16), ((3,), jnp.float16)]
+    p = program_for("h200", step, *shapes, **AS_TRAINED)
+    calls = [(a.backward, a.times) for a in p.attentions]
+    assert sorted(calls) == [(False, 3), (True, 3)]
 
 
 def test_forward_and_both_gradients_of_a_plain_program_are_fp8_gemms(h200):
