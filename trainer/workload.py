@@ -47,13 +47,6 @@ from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
 from trainer.step.clip_and_decay import OptimizerFor
 from trainer.step.evaluate import make_eval_step
-from trainer.step.kernels import (
-    Kernels,
-    gpu_options,
-    has_constant_fp8_scales,
-    marked_attention,
-    takes_any_layout,
-)
 from trainer.step.moments import stacks_of, store_moments
 from trainer.step.stacking import NONE as NO_STACKS
 from trainer.step.stacking import Stacks
@@ -64,6 +57,13 @@ from trainer.step.step import (
     OptimizerSetup,
     Tokens,
     make_train_step,
+)
+from trainer.step.xla_flags import (
+    Kernels,
+    gpu_options,
+    has_constant_fp8_scales,
+    marked_attention,
+    takes_any_layout,
 )
 
 if TYPE_CHECKING:  # its tokenizers take long to import

@@ -24,7 +24,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import place_batch
-from trainer.step.kernels import Kernels, gpu_options
+from trainer.step.xla_flags import Kernels, gpu_options
 from trainer.workload import compile_step, first_state
 
 FOR_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"

@@ -45,11 +45,11 @@ from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.clip_and_decay import OptimizerFor, optimizer_from_roles
-from trainer.step.kernels import Kernels, check_deterministic
 from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
+from trainer.step.xla_flags import Kernels, check_deterministic
 from trainer.tasks.choose import choose_tasks
 from trainer.workload import TrainTask, Workload, first_state
 

@@ -27,9 +27,9 @@ from trainer.bounds import (
 from trainer.models.new_tokens import Method
 from trainer.models.registry import SPECS
 from trainer.precision.policy import Policy
-from trainer.step.kernels import Deterministic
 from trainer.step.optimizers import OPTIMIZERS, Optimizer
 from trainer.step.schedule import ScheduleName
+from trainer.step.xla_flags import Deterministic
 
 
 @dataclass(frozen=True)

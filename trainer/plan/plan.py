@@ -33,8 +33,8 @@ from trainer.plan.aot import (
 from trainer.plan.figures import Figures, Hardware, extrapolate, figures_of
 from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
-from trainer.step.kernels import gpu_options
 from trainer.step.step import Tokens
+from trainer.step.xla_flags import gpu_options
 from trainer.workload import TrainTask, lower_step
 
 EXACT = 12  # unrolled layers that are compiled without extrapolation

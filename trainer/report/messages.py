@@ -24,7 +24,7 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.report.history import VALIDATION_DIGEST
 from trainer.run.session import Run
-from trainer.step.kernels import determinism_message
+from trainer.step.xla_flags import determinism_message
 from trainer.text import key_of, override, program_command
 from trainer.workload import TrainTask, Workload
 

@@ -15,7 +15,7 @@ from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import SPECS
 from trainer.observe.precision_bisect import with_fp32_compute, without_low_precision
 from trainer.report.messages import describe_precision
-from trainer.step.kernels import Kernels, check_deterministic, determinism_message
+from trainer.step.xla_flags import Kernels, check_deterministic, determinism_message
 from trainer.workload import Model
 
 HEADS_OF_128 = ["model=llama_nano", "model.n_head=1", "model.n_kv_head=1"]

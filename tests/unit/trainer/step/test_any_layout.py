@@ -11,7 +11,7 @@ from scalify_core.numerics import compiler_hints
 from scalify_core.ops.matmul import fp8_dot_general
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.targets import get_target
-from trainer.step.kernels import takes_any_layout
+from trainer.step.xla_flags import takes_any_layout
 
 
 @pytest.mark.parametrize(("name", "any_layout"), [("b200", True), ("rtx5090", False)])

@@ -23,8 +23,8 @@ from trainer.plan.aot import (
     no_compilation_cache,
 )
 from trainer.plan.targets import get_target
-from trainer.step.kernels import Kernels, gpu_options
 from trainer.step.nonfinite import first_nonfinite_operation
+from trainer.step.xla_flags import Kernels, gpu_options
 from trainer.workload import (
     Model,
     TrainTask,
