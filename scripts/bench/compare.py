@@ -25,8 +25,8 @@ from scripts.bench.kernel_times import lines_of
 from trainer.errors import UserError
 from trainer.files import write_atomically
 from trainer.models.flops import flops_per_token
-from trainer.observe.metrics import mfu
 from trainer.observe.peaks import peak_flops
+from trainer.observe.throughput import mfu
 
 # The first call of a CUDA program runs kernel by kernel, and the second makes a graph.
 WARM_UP = 5

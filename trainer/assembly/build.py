@@ -30,8 +30,8 @@ from trainer.model import Model
 from trainer.models.custom import MakeModel, custom_spec
 from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import family_of
-from trainer.observe.metrics import Throughput
 from trainer.observe.peaks import peak_flops
+from trainer.observe.throughput import Throughput
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import GradReduceConfig
 from trainer.parallel.mesh import MeshSizes, abstract_batch, batch_shards, make_mesh

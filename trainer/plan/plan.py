@@ -22,8 +22,8 @@ from trainer.compiled.fp8 import Gpu, Layer, not_fp8
 from trainer.compiled.operations import NARROW_NAMES
 from trainer.model import Model
 from trainer.models.family import Spec
-from trainer.observe.metrics import GIB, mfu
 from trainer.observe.peaks import peak_flops
+from trainer.observe.throughput import GIB, mfu
 from trainer.plan.aot import (
     Compiled,
     compile_for_target,

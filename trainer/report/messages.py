@@ -18,7 +18,7 @@ from trainer.models.flops import (
     forward_flops_per_token,
     param_count,
 )
-from trainer.observe.metrics import GIB
+from trainer.observe.throughput import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect

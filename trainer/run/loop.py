@@ -21,8 +21,8 @@ import numpy as np
 from trainer.data import Batch
 from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically, write_text
-from trainer.observe.metrics import memory
 from trainer.observe.records import decode_row, encode_row
+from trainer.observe.throughput import memory
 from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.run.session import Run, Session

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.data import Batch
 from trainer.observe.display import Display
-from trainer.observe.metrics import Throughput
+from trainer.observe.throughput import Throughput
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer

@@ -1,12 +1,12 @@
 """Throughput, utilization and memory of a run."""
 
+import resource
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from trainer.observe import metrics
-from trainer.observe.metrics import GIB, Throughput, memory, mfu
+from trainer.observe.throughput import GIB, Throughput, memory, mfu
 from trainer.run.loop import log_row
 
 
@@ -90,5 +90,5 @@ def test_device_memory_is_the_peak_of_the_fullest_device():
 def test_host_memory_is_that_of_this_process_alone(monkeypatch):
     """Linux hands `ru_maxrss` down to a process that is started."""
     usage = SimpleNamespace(ru_maxrss=2**40)
-    monkeypatch.setattr(metrics.resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr(resource, "getrusage", lambda _: usage)
     assert 0.05 < memory()["memory/host_peak_gib"] < 64
