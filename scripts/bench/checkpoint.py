@@ -23,8 +23,8 @@ from trainer.observe.records import read_rows
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.libraries import hide_missing_gpu
+from trainer.step.checksum import checksums
 from trainer.step.state import to_checkpoint_form
-from trainer.step.state_tree import checksums
 from trainer.workload import first_state
 
 TICKS = os.sysconf("SC_CLK_TCK")  # a second

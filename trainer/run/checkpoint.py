@@ -47,6 +47,7 @@ from trainer.run.metadata import (
 )
 from trainer.run.orbax_errors import hide_orbax_tracebacks
 from trainer.step import state_tree
+from trainer.step.checksum import checksums
 
 DAMAGED = "damaged"
 # Orbax measures its timeout of a save, 10 minutes, by the wall clock: a change of the
@@ -207,7 +208,7 @@ class Checkpointer:
         ]
         descriptions = state_tree.describe(state)
         for leaf, name, checksum in zip(
-            jax.tree.leaves(state), names, state_tree.checksums(leaves), strict=True
+            jax.tree.leaves(state), names, checksums(leaves), strict=True
         ):
             descriptions[name]["checksum"] = checksum
             if state_tree.is_key(leaf):
@@ -550,14 +551,14 @@ class Checkpointer:
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
                 for name, x in placed.items()
             }
-            checksums = state_tree.checksums([arrays[name] for name in names])
+            found = checksums([arrays[name] for name in names])
         except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
             raise  # no damage: too little memory, or a missing package
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(
                 f"state unreadable: {type(error).__name__}"
             ) from error
-        for name, checksum in zip(names, checksums, strict=True):
+        for name, checksum in zip(names, found, strict=True):
             if checksum != saved[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):

@@ -178,7 +178,7 @@ def test_a_state_too_large_for_the_device_is_not_taken_for_damage(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     checkpointer = open_checkpointer()
-    monkeypatch.setattr("trainer.step.state_tree.checksums", exhausted)
+    monkeypatch.setattr("trainer.run.checkpoint.checksums", exhausted)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         restore(checkpointer)
     assert checkpointer.steps() == [1, 2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from trainer.step.state_tree import checksum, checksums
+from trainer.step.checksum import checksum, checksums
 
 
 def test_a_checksum_does_not_depend_on_the_sharding():
