@@ -53,8 +53,8 @@ from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
 from trainer.step.step import (
-    Hyper,
     OptimizerSetup,
+    StepInputs,
     Tokens,
     make_train_step,
 )
@@ -433,7 +433,7 @@ def lower_step(
         jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)
     ]
     with task.tracing():
-        return jitted.lower(like, batch, Hyper(*scalars))
+        return jitted.lower(like, batch, StepInputs(*scalars))
 
 
 def _abstract_for_training(task: TrainTask, state: TrainState | None) -> TrainState:

@@ -187,7 +187,7 @@ def torch_interpreter(named: str) -> str | None:
 
 
 def make_take(
-    step: Callable[..., Any], state: Any, batch: Any, hyper: Any
+    step: Callable[..., Any], state: Any, batch: Any, step_inputs: Any
 ) -> TakeSteps:
     """Return a function that takes further train steps and returns their seconds.
 
@@ -198,7 +198,7 @@ def make_take(
         nonlocal state
         start = time.perf_counter()
         for _ in range(steps):
-            state, metrics = step(state, batch, hyper)
+            state, metrics = step(state, batch, step_inputs)
         metrics["loss"].block_until_ready()
         return time.perf_counter() - start
 

@@ -24,7 +24,7 @@ from trainer.parallel.mesh import abstract_batch
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.libraries import hide_missing_gpu, use_compilation_cache
 from trainer.step.state import from_checkpoint_form
-from trainer.step.step import Hyper, Tokens
+from trainer.step.step import StepInputs, Tokens
 from trainer.workload import compile_step, first_state
 
 GIB = 2**30
@@ -115,8 +115,10 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
     inputs = jax.tree.map(
         lambda x, like: jax.device_put(x, like.sharding), inputs, batch
     )
-    hyper = Hyper(np.float32(1e-4), np.int32(0), np.uint32(0))
-    return CompiledCase(make_take(step, state, inputs, hyper), figures, text, device)
+    step_inputs = StepInputs(np.float32(1e-4), np.int32(0), np.uint32(0))
+    return CompiledCase(
+        make_take(step, state, inputs, step_inputs), figures, text, device
+    )
 
 
 class JaxWorker:

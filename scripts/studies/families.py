@@ -45,7 +45,7 @@ from trainer.models.flops import flops_per_token, param_count
 from trainer.models.registry import family_of
 from trainer.models.weight_files import config_beside
 from trainer.parallel.mesh import place_batch
-from trainer.step.step import Hyper
+from trainer.step.step import StepInputs
 from trainer.workload import compile_step, first_state
 
 DATA = Path(__file__).parents[2] / "tests" / "data" / "families"
@@ -161,8 +161,12 @@ def train(family: str, overrides: list[str]) -> Row:
     step = compile_step(task, build_batch(config, task.mesh), state)
     rates = build_learning_rates(config)
     for n, batch in batches(0):
-        hyper = Hyper(np.float32(rates[n]), np.int32(n), np.uint32(config.seed))
-        state, metrics = step(state, place_batch(batch, accum=1, mesh=task.mesh), hyper)
+        step_inputs = StepInputs(
+            np.float32(rates[n]), np.int32(n), np.uint32(config.seed)
+        )
+        state, metrics = step(
+            state, place_batch(batch, accum=1, mesh=task.mesh), step_inputs
+        )
     return {"loss": float(metrics["loss"])}
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precisions import PRESETS, bits, hyper, workload
+from precisions import PRESETS, bits, step_inputs, workload
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
@@ -178,7 +178,7 @@ def trained(w):
     state = first_state(w, seed=0)
     step, losses = compile_step(w, batch, state), []
     for number in range(4):
-        state, metrics = step(state, batch, hyper(number, 1e-3))
+        state, metrics = step(state, batch, step_inputs(number, 1e-3))
         losses.append(float(metrics["loss"]))
     return losses, bits((state.params, state.opt_state)), step
 

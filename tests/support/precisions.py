@@ -12,7 +12,7 @@ from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.step.clip_and_decay import optimizer_from_roles
-from trainer.step.step import Hyper
+from trainer.step.step import StepInputs
 from trainer.workload import (
     Model,
     TrainTask,
@@ -58,8 +58,8 @@ def batch(w, step=0, accum=1):
     return place_batch(Batch(tokens, None), accum=accum, mesh=w.mesh)
 
 
-def hyper(step, lr, seed=0):
-    return Hyper(np.float32(lr), np.int32(step), np.uint32(seed))
+def step_inputs(step, lr, seed=0):
+    return StepInputs(np.float32(lr), np.int32(step), np.uint32(seed))
 
 
 def copied(tree):

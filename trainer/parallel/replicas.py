@@ -38,7 +38,7 @@ from trainer.parallel.mesh import (
 from trainer.parallel.sharding import param_specs
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import with_subtree
-from trainer.step.step import Hyper, Metrics, StepFn, Tokens
+from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
 
 OUTER_STREAM = 0x165667B1  # for the random bits that round the outer weights
 
@@ -237,8 +237,8 @@ def without_replicas(state: TrainState) -> TrainState:
 
 def make_inner_step(
     step: StepFn, mesh: Mesh, diloco: DiLoCoSettings
-) -> Callable[[Any, Tokens, Hyper], tuple[Any, Metrics]]:
-    """Return the step of all replicas: `(states, batch, hyper) -> (states, metrics)`.
+) -> Callable[[Any, Tokens, StepInputs], tuple[Any, Metrics]]:
+    """Return the step of all replicas: `(states, batch, inputs) -> (states, metrics)`.
 
     The batch is that of a run without replicas, [A, B, T+1]: replica k has the rows
     that device k of K would have. `combine_metrics` makes the metrics.
@@ -262,43 +262,45 @@ def make_inner_step(
         batch: Tokens,
         index: jax.Array,
         participates: jax.Array,
-        hyper: Hyper,
+        inputs: StepInputs,
     ) -> Any:
-        replica_hyper = hyper._replace(
-            seed=hyper.seed ^ (index * jnp.uint32(REPLICA_STREAM))
+        replica_inputs = inputs._replace(
+            seed=inputs.seed ^ (index * jnp.uint32(REPLICA_STREAM))
         )
         if diloco.participants == replicas:
-            return step(state, batch, replica_hyper)
-        _, shapes = jax.eval_shape(step, state, batch, replica_hyper)
+            return step(state, batch, replica_inputs)
+        _, shapes = jax.eval_shape(step, state, batch, replica_inputs)
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
         return lax.cond(
             participates,
-            lambda: step(state, batch, replica_hyper),
+            lambda: step(state, batch, replica_inputs),
             lambda: (state, zeros),
         )
 
-    def inner_step(states: Any, batch: Tokens, hyper: Hyper) -> tuple[Any, Metrics]:
+    def inner_step(
+        states: Any, batch: Tokens, inputs: StepInputs
+    ) -> tuple[Any, Metrics]:
         def on_device(
             states: Any,
             batch: Tokens,
             indices: jax.Array,
             participating: jax.Array,
-            hyper: Hyper,
+            inputs: StepInputs,
         ) -> Any:
             def next_replica(_: None, replica: tuple[Any, ...]) -> tuple[None, Any]:
                 state, rows, index, participates = replica
-                return None, replica_step(state, rows, index, participates, hyper)
+                return None, replica_step(state, rows, index, participates, inputs)
 
-            inputs = (states, batch, indices, participating)
+            per_replica = (states, batch, indices, participating)
             if len(indices) > 1:
-                return lax.scan(next_replica, None, inputs)[1]
-            only_replica = jax.tree.map(lambda x: x[0], inputs)
+                return lax.scan(next_replica, None, per_replica)[1]
+            only_replica = jax.tree.map(lambda x: x[0], per_replica)
             _, result = next_replica(None, only_replica)
             return jax.tree.map(lambda x: x[None], result)
 
         by_replica = PartitionSpec(REPLICA)
         indices = jnp.arange(replicas, dtype=jnp.uint32)
-        participating = diloco.participating(hyper.seed, hyper.step)
+        participating = diloco.participating(inputs.seed, inputs.step)
         states, metrics = jax.shard_map(
             on_device,
             mesh=mesh,
@@ -306,7 +308,13 @@ def make_inner_step(
             out_specs=by_replica,
             axis_names={REPLICA},
             check_vma=False,
-        )(states, jax.tree.map(rows_of_replicas, batch), indices, participating, hyper)
+        )(
+            states,
+            jax.tree.map(rows_of_replicas, batch),
+            indices,
+            participating,
+            inputs,
+        )
         # Every device gets all metrics, so that the order of summation does not depend
         # on which device has which replica.
         metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
@@ -470,18 +478,18 @@ class DiLoCoStep:
         self.diloco = diloco
 
     def __call__(
-        self, state: TrainState, batch: Tokens, hyper: Hyper
+        self, state: TrainState, batch: Tokens, inputs: StepInputs
     ) -> tuple[TrainState, Metrics]:
         """Return the state after the step and its exchanges, and the metrics.
-        `hyper.step` is on the host.
+        `inputs.step` is on the host.
         """
-        states, metrics = self.inner_step(state.diloco.states, batch, hyper)
+        states, metrics = self.inner_step(state.diloco.states, batch, inputs)
         state = dataclasses.replace(
             state, diloco=dataclasses.replace(state.diloco, states=states)
         )
-        steps_taken = int(hyper.step) + 1
+        steps_taken = int(inputs.step) + 1
         for fragment in self.diloco.due(steps_taken):
-            state = self.exchanges[fragment](state, np.int32(steps_taken), hyper.seed)
+            state = self.exchanges[fragment](state, np.int32(steps_taken), inputs.seed)
         return state, metrics
 
     def as_text(self) -> str | None:

@@ -122,7 +122,9 @@ def take_steps(run: Run, stop: StopRequest, profiler: "Profiler") -> None:
         tokens = run.data.place(batch)
         profiler.before(step)
         # Asynchronous: the host reads the previous step's metrics in the meantime.
-        run.state, metrics = run.train_step(run.state, tokens, run.plan.hyper(step))
+        run.state, metrics = run.train_step(
+            run.state, tokens, run.plan.step_inputs(step)
+        )
         if profiler.after(step, run.state.params):
             run.session.display.event(
                 step, f"profile of steps up to {step}: {profiler.directory}"

@@ -17,7 +17,7 @@ from trainer.run.metadata import Totals
 from trainer.run.shutdown import Timeouts
 from trainer.run.watchdog import Watchdog
 from trainer.step.state import TrainState
-from trainer.step.step import Hyper, StepFn, Tokens
+from trainer.step.step import StepFn, StepInputs, Tokens
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class StepPlan(NamedTuple):
     log_every: int
     profile: tuple[int, int] | None
 
-    def hyper(self, step: int) -> Hyper:
+    def step_inputs(self, step: int) -> StepInputs:
         """Return the inputs of a step, counted from 1, as host scalars."""
-        return Hyper(self.learning_rates[step - 1], np.int32(step - 1), self.seed)
+        return StepInputs(self.learning_rates[step - 1], np.int32(step - 1), self.seed)
 
 
 class TrainData(NamedTuple):

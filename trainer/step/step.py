@@ -24,7 +24,7 @@ from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 
 
-class Hyper(NamedTuple):
+class StepInputs(NamedTuple):
     """Scalar inputs of a step, which change without recompilation.
 
     Attributes:
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
 
 
 Metrics = dict[str, jax.Array]
-StepFn = Callable[[TrainState, Tokens, Hyper], tuple[TrainState, Metrics]]
+StepFn = Callable[[TrainState, Tokens, StepInputs], tuple[TrainState, Metrics]]
 
 
 # (value_and_grad, parameters, scaling, batch, keys [A, B]) -> (loss, gradient, the
@@ -160,7 +160,7 @@ def make_train_step(
     update: OptimizerSetup,
     reductions: StepReductions = ONE_DEVICE,
 ) -> StepFn:
-    """Return the pure function `(state, batch, hyper) -> (state, metrics)`.
+    """Return the pure function `(state, batch, inputs) -> (state, metrics)`.
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip),
     `finite`, and `bad_leaf`: the index among the trained parameters of the first
@@ -175,10 +175,10 @@ def make_train_step(
     stacks, trained = update.stacks, update.trained
 
     def train_step(
-        state: TrainState, batch: Tokens, hyper: Hyper
+        state: TrainState, batch: Tokens, inputs: StepInputs
     ) -> tuple[TrainState, Metrics]:
         # Keys depend on the step number alone: a resumed run has the same dropout.
-        keys_AxB = sequence_keys(jax.random.fold_in(state.key, hyper.step), batch)
+        keys_AxB = sequence_keys(jax.random.fold_in(state.key, inputs.step), batch)
         loss, grads, statistics = reductions.gradient(
             loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
@@ -196,7 +196,7 @@ def make_train_step(
 
         opt_state, params = tree.unpack(state.opt_state), trained(state.params)
         stacked_params = stacks.stack(params)
-        updates, new_opt_state = update.make_optimizer(hyper.seed).update(
+        updates, new_opt_state = update.make_optimizer(inputs.seed).update(
             grads,
             stacks.stack(opt_state),
             stacked_params,
@@ -212,14 +212,14 @@ def make_train_step(
         if isinstance(state.opt_state, tree.Packed):
             new_opt_state = tree.pack(new_opt_state)
         # The rate is an input of the program, so that a schedule does not recompile it.
-        updates = jax.tree.map(lambda u: hyper.lr * u, weights.wide(updates))
+        updates = jax.tree.map(lambda u: inputs.lr * u, weights.wide(updates))
         new_params, compensation = weights.apply_with_compensation(
             stacked_params,
             updates,
             stacks.stack(state.kahan_compensation),
             rounding=update.rounding,
-            seed=hyper.seed,
-            step=hyper.step,
+            seed=inputs.seed,
+            step=inputs.step,
             accept=finite,
             leaf_indices=stacks.leaf_indices(params),
         )

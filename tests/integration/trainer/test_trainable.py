@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from precisions import SPEC, abstract, batch, copied, hyper, workload
+from precisions import SPEC, abstract, batch, copied, step_inputs, workload
 
 from scalify_core import tree, weights
 from trainer.compiled.hlo import Program
@@ -38,7 +38,7 @@ def trained(w, steps, accum=1):
     state = first_state(w, seed=0)
     step = compile_step(w, abstract(w, accum), state)
     for n in range(steps):
-        state, metrics = step(copied(state), batch(w, n, accum), hyper(n, 1e-2))
+        state, metrics = step(copied(state), batch(w, n, accum), step_inputs(n, 1e-2))
         assert metrics["finite"]
     return state
 

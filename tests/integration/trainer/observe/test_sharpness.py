@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precisions import batch, copied, hyper, workload
+from precisions import batch, copied, step_inputs, workload
 
 from scalify_core import asarray
 from trainer.observe.numerics import stored_gradients
@@ -91,13 +91,13 @@ def test_a_step_beyond_the_critical_rate_raises_the_loss_of_its_batch_and_one_be
     state, tokens = from_checkpoint_form(first_state(w, seed=0)), batch(w)
     step = compile_step(w, tokens, state)
     for number in range(4):  # with moments, and scales that were measured
-        state, metrics = step(state, batch(w, step=number), hyper(number, 3e-3))
+        state, metrics = step(state, batch(w, step=number), step_inputs(number, 3e-3))
         assert bool(metrics["finite"])
     eta = 2 / figures(w, state, tokens, 4)["sharpness/critical"]
 
     def after(rate):
-        moved, _ = step(copied(state), tokens, hyper(4, rate))
-        return float(step(moved, tokens, hyper(5, 0.0))[1]["loss"])
+        moved, _ = step(copied(state), tokens, step_inputs(4, rate))
+        return float(step(moved, tokens, step_inputs(5, 0.0))[1]["loss"])
 
     assert after(1.2 * eta) > after(0.0) > after(eta / 1.2)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precisions import batch, bits, copied, hyper, workload
+from precisions import batch, bits, copied, step_inputs, workload
 
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
@@ -62,7 +62,7 @@ def trained(steps, diloco, sizes=(1,), start=0, state=None):
     task, first, step = made(diloco, sizes)
     state, losses = copied(first if state is None else state), []
     for i in range(start, steps):
-        state, metrics = step(state, batch(task, i), hyper(i, 1e-2))
+        state, metrics = step(state, batch(task, i), step_inputs(i, 1e-2))
         losses.append(float(metrics["loss"]))
     return state, losses
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import slow
-from precisions import abstract, batch, copied, hyper, policy, workload
+from precisions import abstract, batch, copied, policy, step_inputs, workload
 
 from scalify_core.numerics.formats import E4M3
 from trainer.compiled.fp8 import Gpu, check_step
@@ -69,7 +69,7 @@ def test_it_trains_beside_fp8_matmuls(preset, changes):
     step = lower_step(task, abstract(task), state).compile()
     losses = []
     for n in range(8):
-        state, metrics = step(state, batch(task, 0), hyper(n, 1e-2))
+        state, metrics = step(state, batch(task, 0), step_inputs(n, 1e-2))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.5
 

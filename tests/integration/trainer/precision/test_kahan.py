@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from precisions import abstract, batch, bits, copied, hyper, policy, workload
+from precisions import abstract, batch, bits, copied, policy, step_inputs, workload
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.optim.weights import wide
@@ -34,7 +34,7 @@ def take(steps, *trainable):
     """The state after so many steps that train all, or the named parameters."""
     state, step = compiled(*trainable)
     for n in range(steps):
-        state, metrics = step(copied(state), batch(kahan()), hyper(n, 1e-2))
+        state, metrics = step(copied(state), batch(kahan()), step_inputs(n, 1e-2))
         assert metrics["finite"]
     return state
 
@@ -67,7 +67,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     state.params["ln_f"]["scale"] = jnp.full_like(gain, jnp.nan)
     before = bits(state)
     _, step = compiled()
-    after, metrics = step(copied(state), batch(kahan()), hyper(1, 1e-2))
+    after, metrics = step(copied(state), batch(kahan()), step_inputs(1, 1e-2))
     assert not metrics["finite"]
     assert bits(after) == before
 

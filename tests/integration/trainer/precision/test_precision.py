@@ -19,8 +19,8 @@ from precisions import (
     batch,
     bits,
     copied,
-    hyper,
     policy,
+    step_inputs,
     workload,
 )
 
@@ -67,7 +67,7 @@ def take(preset, steps, start=0, state=None, accum=1):
     w, first, step = compiled(preset, accum)
     state = copied(first if state is None else state)
     for n in range(start, start + steps):
-        state, metrics = step(state, batch(w, n, accum), hyper(n, 1e-2))
+        state, metrics = step(state, batch(w, n, accum), step_inputs(n, 1e-2))
     return state, metrics
 
 
@@ -80,7 +80,7 @@ def test_every_preset_learns(preset):
     w, state, step = compiled(preset)
     state, tokens, losses = copied(state), batch(w, 0), []
     for n in range(12):
-        state, metrics = step(state, tokens, hyper(n, 1e-2))
+        state, metrics = step(state, tokens, step_inputs(n, 1e-2))
         assert metrics["finite"], n
         losses.append(metrics["loss"])
     # what knows nothing gets log 64
@@ -94,7 +94,7 @@ def test_validation_has_the_loss_of_the_step():
     tokens = batch(w, 0)
     loss = jax.jit(w.model.eval_loss)(state, tokens.tokens_AxBxT1[0], None)
     np.testing.assert_allclose(
-        loss, step(copied(state), tokens, hyper(0, 1e-2))[1]["loss"], rtol=2**-10
+        loss, step(copied(state), tokens, step_inputs(0, 1e-2))[1]["loss"], rtol=2**-10
     )
 
 
@@ -235,7 +235,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), gain)
     state.params["ln_f"]["scale"] = nan
     before = bits(state)
-    after, metrics = step(state, batch(w), hyper(0, 1e-2))
+    after, metrics = step(state, batch(w), step_inputs(0, 1e-2))
     assert not metrics["finite"]
     assert bits(after) == before
 
@@ -248,7 +248,7 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
         )
     )
     before = bits((state.params, state.opt_state))
-    after, metrics = step(state, batch(w), hyper(0, 1e-2))
+    after, metrics = step(state, batch(w), step_inputs(0, 1e-2))
     assert not metrics["finite"]
     assert after.scaling.value == 2.0**23
     assert bits((after.params, after.opt_state)) == before
@@ -266,7 +266,7 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
     repeated, _ = take("scalify_fp8_fp16", 2)
     assert bits(one) == bits(repeated)
     w, first, step = compiled("scalify_fp8_fp16")
-    other = step(copied(first), batch(w), hyper(0, 1e-2, seed=1))[0]
+    other = step(copied(first), batch(w), step_inputs(0, 1e-2, seed=1))[0]
     assert bits(other.params) != bits(take("scalify_fp8_fp16", 1)[0].params)
 
 
@@ -294,7 +294,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
         kernel = new.params["h"][0]["mlp"][name]["kernel"]
         assert kernel.scale == factor * before[name].scale
         np.testing.assert_array_equal(wide(kernel), wide(mlp[name]["kernel"]))
-    assert step(new, batch(w), hyper(0, 1e-3))[1]["finite"]
+    assert step(new, batch(w), step_inputs(0, 1e-3))[1]["finite"]
 
 
 def test_gradients_of_chosen_layers_are_in_e4m3():

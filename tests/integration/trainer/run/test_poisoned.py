@@ -42,11 +42,11 @@ def alter(monkeypatch):
         def compiled(*args):
             step = compile_step(*args)
 
-            def altered(state, tokens, hyper):
+            def altered(state, tokens, step_inputs):
                 # a copy, since the step donates its state
                 before = jax.tree.map(jnp.copy, state)
-                result = step(state, tokens, hyper)
-                return change(int(hyper.step) + 1, before, *result)
+                result = step(state, tokens, step_inputs)
+                return change(int(step_inputs.step) + 1, before, *result)
 
             altered.as_text = step.as_text
             return altered
