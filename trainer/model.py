@@ -12,7 +12,7 @@ from trainer.models.functional import Functional, Params, next_token_loss
 from trainer.models.registry import family_of
 from trainer.models.roles import Role, role_of
 from trainer.parallel.distribute import rounding_seed
-from trainer.parallel.layerwise import Exchange
+from trainer.parallel.layerwise import FsdpLayerComm
 from trainer.parallel.mesh import devices_of_replica
 from trainer.precision.arrays import (
     attention_of,
@@ -41,7 +41,7 @@ class Model(NamedTuple):
         multiple of 16.
       loss_boundary_id: the end-of-text id: the token after it is no target. None: every
         token is a target.
-      exchange: gathers the blocks' weights layer by layer; None: they are whole.
+      layer_comm: gathers the blocks' weights layer by layer; None: they are whole.
     """
 
     spec: Spec
@@ -52,7 +52,7 @@ class Model(NamedTuple):
     skipped: dict[str, str]
     rows: int | None
     loss_boundary_id: int | None = None
-    exchange: Exchange | None = None
+    layer_comm: FsdpLayerComm | None = None
 
     @classmethod
     def make(
@@ -121,9 +121,9 @@ class Model(NamedTuple):
         settings: dict[str, Any] = {}
         if self.spec.dropout:
             settings["dropout_keys_B"] = keys_B
-        if self.exchange is not None:
+        if self.layer_comm is not None:
             seed = None if keys_B is None else rounding_seed(keys_B)
-            settings["exchange"] = self.exchange._replace(seed=seed)
+            settings["layer_comm"] = self.layer_comm._replace(seed=seed)
         return next_token_loss(
             lambda *batch, **how: model.loss(*batch, segments, **settings, **how),
             tokens,

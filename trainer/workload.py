@@ -25,7 +25,7 @@ from trainer.parallel.distribute import (
     loss_over,
     reductions_over,
 )
-from trainer.parallel.layerwise import exchange_of
+from trainer.parallel.layerwise import fsdp_layer_comm
 from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
@@ -195,8 +195,10 @@ class TrainTask(NamedTuple):
             return model, comm
         comm = comm._replace(by_layer=True)
         shapes = jax.eval_shape(self.model.training.init, jax.random.key(0))
-        exchange = exchange_of(shapes, self.mesh, comm, scaled=self.model.policy.scaled)
-        return model._replace(exchange=exchange), comm
+        layer_comm = fsdp_layer_comm(
+            shapes, self.mesh, comm, scaled=self.model.policy.scaled
+        )
+        return model._replace(layer_comm=layer_comm), comm
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ BLOCKS = "h"  # the name of a model's blocks, and of their parameters
 Make = Callable[[str, jax.Array], nnx.Module]
 
 
-class LayerExchange(Protocol):
-    """What devices send each other that hold shards of every layer's weights.
+class LayerComm(Protocol):
+    """The communication of devices that hold shards of every layer's weights.
 
     A layer's weights are a pytree.
     """
@@ -27,8 +27,8 @@ class LayerExchange(Protocol):
     def gather(self, shards: Any) -> Any:
         """Return the whole weights of a layer, in the formats that are sent."""
 
-    def reduce(self, grads: Any, layer: jax.Array) -> Any:
-        """Return this device's shards of the mean gradients of layer number `layer`."""
+    def reduce(self, grads: Any, layer_index: jax.Array) -> Any:
+        """Return this device's shards of a layer's mean gradients."""
 
 
 def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
@@ -51,7 +51,7 @@ def apply_blocks(
     *,
     scan: bool,
     remat: str,
-    exchange: LayerExchange | None = None,
+    layer_comm: LayerComm | None = None,
 ) -> jax.Array:
     """Apply all blocks to `x`, and return the result.
 
@@ -64,7 +64,8 @@ def apply_blocks(
       scan: whether the blocks are stacked.
       remat: the values that the backward pass recomputes, as in `GPT2Spec`; blocks
         themselves handle "none" and "elementwise".
-      exchange: the blocks hold shards, which it gathers; with `scan` and remat "block".
+      layer_comm: gathers the shards that the blocks hold; with `scan` and remat
+        "block".
     """
 
     def run(
@@ -72,10 +73,10 @@ def apply_blocks(
     ) -> jax.Array:
         return call(nnx.merge(graphdef, layer), x_NxD, shared, per_layer)
 
-    if exchange is not None:
+    if layer_comm is not None:
         graphdef, layers = nnx.split(blocks)
         apply = functools.partial(run, graphdef)
-        return _apply_gathered(apply, layers, x_NxD, shared, per_layer, exchange)
+        return _apply_gathered(apply, layers, x_NxD, shared, per_layer, layer_comm)
     if remat not in ("none", "elementwise"):
         policy = None if remat == "block" else getattr(jax.checkpoint_policies, remat)
         # `prevent_cse` keeps XLA from merging the recomputation with the forward pass.
@@ -102,7 +103,7 @@ def _apply_gathered(
     x_NxD: jax.Array,
     shared: Any,
     per_layer: Any,
-    exchange: LayerExchange,
+    layer_comm: LayerComm,
 ) -> jax.Array:
     """Apply stacked blocks of which devices hold shards.
 
@@ -113,7 +114,7 @@ def _apply_gathered(
     numbers_L = jnp.arange(last + 1)
 
     def gathered(layers: Any, layer: jax.Array | int) -> Any:
-        return exchange.gather(
+        return layer_comm.gather(
             jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, False), layers)
         )
 
@@ -152,7 +153,7 @@ def _apply_gathered(
                 x_NxD,
             )
             grads, dx_NxD = pullback(dy_NxD)
-            return (dx_NxD, following), exchange.reduce(grads, layer)
+            return (dx_NxD, following), layer_comm.reduce(grads, layer)
 
         (dx_NxD, _), grads = lax.scan(
             step, (dy_NxD, weights), (numbers_L, x_LxNxD, per_layer), reverse=True

@@ -87,8 +87,8 @@ def _reduce_scaled(call: Any, grad: Any, layer: Any, seed: Any) -> jax.Array:
     return call.settings["array"].reduced(v.unscaled(grad), layer, seed)
 
 
-class Exchange(NamedTuple):
-    """The exchange of a model's layers: a `models.blocks.LayerExchange`.
+class FsdpLayerComm(NamedTuple):
+    """The communication of a model's layers: a `models.blocks.LayerComm`.
 
     Attributes:
       arrays: `LayerArray` of each array of a layer, by its path in the layer.
@@ -126,8 +126,10 @@ class Exchange(NamedTuple):
         return tree_map_with_path(reduce_leaf, grads)
 
 
-def exchange_of(params: Any, mesh: Mesh, comm: CommConfig, *, scaled: bool) -> Exchange:
-    """Return the exchange of a model's layers; `params` may be shapes."""
+def fsdp_layer_comm(
+    params: Any, mesh: Mesh, comm: CommConfig, *, scaled: bool
+) -> FsdpLayerComm:
+    """Return the communication of a model's layers; `params` may be shapes."""
     specs = param_specs(params, mesh, comm.roles)[BLOCKS]
     roles = comm.roles[BLOCKS]
     leaves = tree_leaves_with_path(roles)
@@ -138,7 +140,7 @@ def exchange_of(params: Any, mesh: Mesh, comm: CommConfig, *, scaled: bool) -> E
             spec = spec[name]
         layer_spec = PartitionSpec(*spec[1:])  # without the axis of layers
         arrays[_names(path)] = LayerArray(layer_spec, role, comm, leaf, len(leaves))
-    return Exchange(arrays, scaled)
+    return FsdpLayerComm(arrays, scaled)
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from scalify_core.ops.functional import embedding
 from trainer.models.blocks import (
-    LayerExchange,
+    LayerComm,
     apply_blocks,
     decode_blocks,
     make_blocks,
@@ -88,7 +88,7 @@ class GPT2(Decoder):
         tokens_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
         dropout_keys_B: jax.Array | None = None,
-        exchange: LayerExchange | None = None,
+        layer_comm: LayerComm | None = None,
     ) -> jax.Array:
         """Return the final LayerNorm's output, `[B, T, D]` in the compute dtype.
 
@@ -97,7 +97,7 @@ class GPT2(Decoder):
           segments_BxT: int32 document ids; a token only attends to its own document.
               None: to all earlier tokens.
           dropout_keys_B: a key for each sequence; None turns dropout off.
-          exchange: see `apply_blocks`.
+          layer_comm: see `apply_blocks`.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
         if spec.dropout == 0.0:
@@ -120,7 +120,7 @@ class GPT2(Decoder):
             per_layer,
             scan=spec.scan_layers,
             remat=spec.remat,
-            exchange=exchange,
+            layer_comm=layer_comm,
         )
         return self.ln_f(x_NxD).reshape(B, T, spec.d_model)
 

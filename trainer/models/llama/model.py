@@ -22,7 +22,7 @@ from flax import nnx
 from scalify_core.ops.functional import embedding, materialized, rope, swiglu
 from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
 from trainer.models.blocks import (
-    LayerExchange,
+    LayerComm,
     apply_blocks,
     decode_blocks,
     make_blocks,
@@ -366,7 +366,7 @@ class Llama(Decoder):
         self,
         tokens_BxT: jax.Array,
         segments_BxT: jax.Array | None = None,
-        exchange: LayerExchange | None = None,
+        layer_comm: LayerComm | None = None,
     ) -> jax.Array:
         """Return the final norm's output, `[B, T, D]` in the compute dtype.
 
@@ -374,7 +374,7 @@ class Llama(Decoder):
           tokens_BxT: int32 ids below `vocab_size`; T at most `context`.
           segments_BxT: int32 document ids; a token only attends to its own document.
               None: to all earlier tokens.
-          exchange: see `apply_blocks`.
+          layer_comm: see `apply_blocks`.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
 
@@ -393,7 +393,7 @@ class Llama(Decoder):
             self.uses_rope_L,
             scan=spec.scan_layers,
             remat=spec.remat,
-            exchange=exchange,
+            layer_comm=layer_comm,
         )
         return self.norm(x_NxD).reshape(B, T, spec.d_model)
 
