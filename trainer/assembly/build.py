@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trainer.assembly.data import CustomData, build_data
-from trainer.compiled.exchange import exchanges_of
 from trainer.compiled.fp8 import (
     Gpu,
     StepReport,
@@ -20,6 +19,7 @@ from trainer.compiled.fp8 import (
     check_step,
 )
 from trainer.compiled.hlo import Program
+from trainer.compiled.sync_bytes import exchanges_of
 from trainer.config import inherited, schema
 from trainer.config.combinations import check_micro_batch
 from trainer.config.phases import phases_of

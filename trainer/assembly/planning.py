@@ -10,7 +10,7 @@ from trainer.assembly.build import (
     build_task,
     check_fragments,
 )
-from trainer.compiled.exchange import exchanges_of
+from trainer.compiled.sync_bytes import exchanges_of
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import ByteTokenizer, get_tokenizer

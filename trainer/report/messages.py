@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.compiled.exchange import Exchanges, exchanges_of
 from trainer.compiled.hlo import Program
+from trainer.compiled.sync_bytes import Exchanges, exchanges_of
 from trainer.data import Manifest
 from trainer.model import Model
 from trainer.models.flops import (

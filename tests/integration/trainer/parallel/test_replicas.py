@@ -12,7 +12,7 @@ from precisions import batch, bits, copied, step_inputs, workload
 
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
-from trainer.compiled.exchange import exchanges_of
+from trainer.compiled.sync_bytes import exchanges_of
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.errors import UserError
