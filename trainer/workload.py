@@ -30,8 +30,8 @@ from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
     Storage,
-    make_exchange,
     make_inner_step,
+    make_sync,
     with_outer_state,
     with_replica_count,
     with_replicas,
@@ -111,7 +111,7 @@ class TrainTask(NamedTuple):
       kernels: how XLA chooses GPU kernels.
       trainable: names of what is trained, see `roles.select_roles`; empty: all. The
         rest has neither gradient nor moments.
-      diloco: settings of the replicas; None: there is one, and no exchange.
+      diloco: settings of the replicas; None: there is one, and no sync.
     """
 
     model: Model
@@ -374,20 +374,20 @@ def compile_step(
         step = lower_step(task, batch, state).compile(compiler_options=options)
     if task.diloco is None:
         return step
-    exchanges = [
-        lower_exchange(task, fragment, state).compile(compiler_options=options)
+    syncs = [
+        lower_sync(task, fragment, state).compile(compiler_options=options)
         for fragment in range(task.diloco.fragments)
     ]
-    return DiLoCoStep(step, exchanges, task.diloco)
+    return DiLoCoStep(step, syncs, task.diloco)
 
 
-def lower_exchange(
+def lower_sync(
     task: TrainTask, fragment: int, state: TrainState | None = None
 ) -> jax.stages.Lowered:
-    """Trace the exchange of a DiLoCo fragment; see `make_exchange`."""
+    """Trace the sync of a DiLoCo fragment; see `make_sync`."""
     assert task.diloco is not None
     like = _abstract_for_training(task, state)
-    exchange = make_exchange(
+    sync = make_sync(
         fragment,
         task.mesh,
         task.trained_roles,
@@ -398,9 +398,7 @@ def lower_exchange(
     )
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
     placed = jax.tree.map(lambda x: x.sharding, like)
-    return jax.jit(exchange, donate_argnums=0, out_shardings=placed).lower(
-        like, *scalars
-    )
+    return jax.jit(sync, donate_argnums=0, out_shardings=placed).lower(like, *scalars)
 
 
 def lower_step(

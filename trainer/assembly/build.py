@@ -19,7 +19,7 @@ from trainer.compiled.fp8 import (
     check_step,
 )
 from trainer.compiled.hlo import Program
-from trainer.compiled.sync_bytes import exchanges_of
+from trainer.compiled.sync_bytes import sync_bytes_of
 from trainer.config import inherited, schema
 from trainer.config.combinations import check_micro_batch
 from trainer.config.phases import phases_of
@@ -329,7 +329,7 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
 
     It counts all steps as if they had these settings.
     """
-    exchanges = exchanges_of(w.task) if w.task.diloco else None
+    sync_bytes = sync_bytes_of(w.task) if w.task.diloco else None
     train_data = w.data.train
 
     def totals(step: int) -> Totals:
@@ -342,8 +342,8 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
             samples = tuple(trained.tolist())
         return Totals(
             tokens=step * c.trained_tokens,
-            exchanged=exchanges.up_to(step) if exchanges else 0.0,
-            fp32_gradients=exchanges.every_step * step if exchanges else 0.0,
+            exchanged=sync_bytes.up_to(step) if sync_bytes else 0.0,
+            fp32_gradients=sync_bytes.every_step * step if sync_bytes else 0.0,
             samples=samples,
         )
 

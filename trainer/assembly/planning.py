@@ -10,7 +10,7 @@ from trainer.assembly.build import (
     build_task,
     check_fragments,
 )
-from trainer.compiled.sync_bytes import exchanges_of
+from trainer.compiled.sync_bytes import sync_bytes_of
 from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import ByteTokenizer, get_tokenizer
@@ -19,7 +19,7 @@ from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Hardware
 from trainer.plan.plan import Plan, make_plan
-from trainer.report.messages import describe_exchanges
+from trainer.report.messages import describe_syncs
 from trainer.step.step import Tokens
 
 GPT2_IDS = 50_257
@@ -72,8 +72,8 @@ def build_plan(
     if (diloco := build_diloco(c)) is not None:
         diloco_task = task._replace(diloco=diloco)
         check_fragments(diloco_task)
-        exchanges = exchanges_of(diloco_task)
-        for line in describe_exchanges(exchanges, c.diloco.bandwidth_gbps):
+        sync_bytes = sync_bytes_of(diloco_task)
+        for line in describe_syncs(sync_bytes, c.diloco.bandwidth_gbps):
             log(line)
     bf16_task = None
     if bf16 is not None:

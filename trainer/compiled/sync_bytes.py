@@ -1,4 +1,4 @@
-"""Bytes of DiLoCo's exchanges, compared with gradients reduced in every step."""
+"""Bytes of DiLoCo's syncs, compared with gradients reduced in every step."""
 
 import math
 from typing import NamedTuple
@@ -6,19 +6,19 @@ from typing import NamedTuple
 import jax
 
 from trainer.compiled.hlo import Program
-from trainer.parallel.diloco import DiLoCoSettings, bytes_of_exchange, fragments_of
+from trainer.parallel.diloco import DiLoCoSettings, bytes_of_sync, fragments_of
 from trainer.parallel.mesh import REPLICA
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.workload import TrainTask
 
 
-class Exchanges(NamedTuple):
+class SyncBytes(NamedTuple):
     """Bytes that each device sends to other replicas, on a ring.
 
     Attributes:
-      fragments: bytes of the exchange of each fragment.
+      fragments: bytes of the sync of each fragment.
       every_step: bytes of FP32 gradients in every step, over as many devices.
-      diloco: the schedule of the exchanges.
+      diloco: the schedule of the syncs.
       read: whether the bytes are read from compiled programs; else they are computed
           for replicas on machines of their own.
     """
@@ -41,11 +41,11 @@ class Exchanges(NamedTuple):
         return math.inf
 
     def seconds(self, gbps: float) -> float:
-        """Estimate the time of the longest exchange at `gbps` Gbit/s per link."""
+        """Estimate the time of the longest sync at `gbps` Gbit/s per link."""
         return max(self.fragments) * 8 / (gbps * 1e9)
 
     def up_to(self, step: int) -> float:
-        """Return the bytes of the exchanges in the first `step` steps."""
+        """Return the bytes of the syncs in the first `step` steps."""
         diloco, total = self.diloco, 0.0
         for fragment, size in enumerate(self.fragments):
             place = fragment * diloco.sync_every // diloco.fragments
@@ -55,10 +55,10 @@ class Exchanges(NamedTuple):
         return total
 
 
-def exchanges_of(task: TrainTask, step: DiLoCoStep | None = None) -> Exchanges:
-    """Return the exchanges of a task with DiLoCo.
+def sync_bytes_of(task: TrainTask, step: DiLoCoStep | None = None) -> SyncBytes:
+    """Return the bytes of the syncs of a task with DiLoCo.
 
-    They are read from the compiled exchanges where each device has one replica.
+    They are read from the compiled syncs where each device has one replica.
 
     Args:
       task: a task with DiLoCo.
@@ -72,14 +72,13 @@ def exchanges_of(task: TrainTask, step: DiLoCoStep | None = None) -> Exchanges:
     every_step = 4.0 * ring * sum(sizes)
     devices = task.mesh.size
     if step is not None and task.mesh.shape[REPLICA] == devices == diloco.replicas:
-        sent = tuple(bytes_sent(exchange, devices) for exchange in step.exchanges)
-        return Exchanges(sent, every_step, diloco, read=True)
+        sent = tuple(bytes_sent(sync, devices) for sync in step.syncs)
+        return SyncBytes(sent, every_step, diloco, read=True)
     parts = fragments_of(sizes, diloco.fragments)
     computed = (
-        bytes_of_exchange(sum(sizes[i] for i in part), len(part), diloco)
-        for part in parts
+        bytes_of_sync(sum(sizes[i] for i in part), len(part), diloco) for part in parts
     )
-    return Exchanges(tuple(computed), every_step, diloco, read=False)
+    return SyncBytes(tuple(computed), every_step, diloco, read=False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:

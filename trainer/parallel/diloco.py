@@ -73,15 +73,15 @@ class DiLoCoSettings(NamedTuple):
 
     Attributes:
       replicas: K.
-      sync_every: number of steps between two exchanges of a fragment.
+      sync_every: number of steps between two syncs of a fragment.
       format: format of sent data, a key of FORMATS.
       lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum. With 1
         and 0 the outer weights become the mean of the replicas' weights.
       feedback: whether rounding errors are added to the next outer gradient.
-      fragments: number of parts of the parameters, exchanged one after another in a
+      fragments: number of parts of the parameters, synced one after another in a
         round.
       participants: number of replicas that train in a round, drawn for each round.
-      last_step: the last step, after which all fragments are exchanged.
+      last_step: the last step, after which all fragments are synced.
     """
 
     replicas: int
@@ -95,7 +95,7 @@ class DiLoCoSettings(NamedTuple):
     last_step: int
 
     def due(self, step: int) -> list[int]:
-        """Return the fragments that are exchanged after `step` steps; all after the
+        """Return the fragments that are synced after `step` steps; all after the
         last step.
         """
         if step == self.last_step:
@@ -189,8 +189,8 @@ def decode(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
     return jnp.where(code >= 8, -magnitude, magnitude)
 
 
-class ExchangeResult(NamedTuple):
-    """The result of an exchange on a device, by tensor.
+class SyncResult(NamedTuple):
+    """The result of a sync on a device, by tensor.
 
     Attributes:
       means: FP32, the same on every device.
@@ -204,14 +204,14 @@ class ExchangeResult(NamedTuple):
     scales: jax.Array
 
 
-def exchange(
+def sync(
     tensors: Sequence[jax.Array],
     diloco: DiLoCoSettings,
     seed: jax.Array,
     step: jax.Array,
     tensor_indices: Sequence[int],
     axes: Sequence[str] = (REPLICA, *STEP_AXES),
-) -> ExchangeResult:
+) -> SyncResult:
     """Return the mean over the participating replicas; inside `shard_map` over `axes`.
 
     Args:
@@ -276,7 +276,7 @@ def exchange(
             # error is nonzero only in this replica's piece.
             correction = mean_error[:, columns] - sent_values[:, :size]
             residuals.append(x + correction.reshape(x.shape) * scale)
-    return ExchangeResult(means, residuals, scales)
+    return SyncResult(means, residuals, scales)
 
 
 def mean_of_pieces(
@@ -345,8 +345,8 @@ def bits_per_number(fmt: FloatFormat) -> int:
     return 1 + fmt.exponent_bits + fmt.mantissa_bits
 
 
-def bytes_of_exchange(elements: int, tensors: int, diloco: DiLoCoSettings) -> float:
-    """Return the bytes that each of K replicas sends in an exchange.
+def bytes_of_sync(elements: int, tensors: int, diloco: DiLoCoSettings) -> float:
+    """Return the bytes that each of K replicas sends in a sync.
 
     Args:
       elements: number of elements of all tensors.

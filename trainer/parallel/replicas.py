@@ -1,9 +1,9 @@
-"""DiLoCo replicas: their states, the inner step of all of them, the exchange, and when
+"""DiLoCo replicas: their states, the inner step of all of them, the sync, and when
 each happens.
 
 The inner step is that of a run without DiLoCo. Each replica takes it on its rows of the
 batch and its part of the devices, with different random bits; only its metrics are sent
-between replicas. The exchange is a separate program (`diloco.exchange`), after which
+between replicas. The sync is a separate program (`diloco.sync`), after which
 all replicas have the outer weights.
 
 Legend: K replicas, A micro-batches, B sequences of a micro-batch, T tokens.
@@ -25,8 +25,8 @@ from scalify_core.array.scaled_array import is_scaled_array
 from trainer.parallel.diloco import (
     REPLICA_STREAM,
     DiLoCoSettings,
-    exchange,
     fragments_of,
+    sync,
 )
 from trainer.parallel.mesh import (
     BATCH_AXES,
@@ -64,7 +64,7 @@ def select(accept: jax.Array, new: Any, old: Any) -> Any:
 def zero_nonfinite(stored: Any) -> Any:
     """Return a stored array with zeros in place of nonfinite values.
 
-    A nonfinite value in a residual would spoil every later exchange.
+    A nonfinite value in a residual would spoil every later sync.
     """
 
     def finite(x: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ def with_replicas(
 def initial_outer_state(
     params: Any, diloco: DiLoCoSettings, storage: Storage
 ) -> tuple[Any, Any]:
-    """Return the residuals and the outer momentum before the first exchange.
+    """Return the residuals and the outer momentum before the first sync.
 
     They are () if the run does not use them.
     """
@@ -341,13 +341,13 @@ def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
     }
 
 
-def exchange_over(
+def sync_over(
     mesh: Mesh,
     specs: list[PartitionSpec],
     diloco: DiLoCoSettings,
     tensor_indices: Sequence[int],
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]:
-    """Return `diloco.exchange` over a mesh: `(tensors, seed, step) -> ExchangeResult`.
+    """Return `diloco.sync` over a mesh: `(tensors, seed, step) -> SyncResult`.
 
     `specs` are those of the outer weights.
     """
@@ -355,7 +355,7 @@ def exchange_over(
     residual_specs = replica_specs if diloco.feedback else []
     return over_devices(
         lambda tensors, seed, step: tuple(
-            exchange(tensors, diloco, seed, step, tensor_indices)
+            sync(tensors, diloco, seed, step, tensor_indices)
         ),
         mesh,
         in_specs=(replica_specs, REPLICATED, REPLICATED),
@@ -363,7 +363,7 @@ def exchange_over(
     )
 
 
-def make_exchange(
+def make_sync(
     fragment: int,
     mesh: Mesh,
     roles: Any,
@@ -372,7 +372,7 @@ def make_exchange(
     select_trained: Callable[[Any], Any],
     rounding: weights.Rounding,
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
-    """Return the exchange of a fragment and the outer update: `(state, steps taken,
+    """Return the sync of a fragment and the outer update: `(state, steps taken,
     seed) -> state`.
 
     Args:
@@ -385,7 +385,7 @@ def make_exchange(
       rounding: rounding of narrow outer weights.
     """
 
-    def exchange_fragment(
+    def sync_fragment(
         state: TrainState, step: jax.Array, seed: jax.Array
     ) -> TrainState:
         replicas: Replicas = state.diloco
@@ -405,7 +405,7 @@ def make_exchange(
                 gradient = gradient + weights.wide(residuals[i])
             outer_gradients.append(gradient)
         all_specs = jax.tree.leaves(param_specs(outer, mesh, roles))
-        means, new_residuals, scales = exchange_over(
+        means, new_residuals, scales = sync_over(
             mesh, [all_specs[i] for i in tensor_indices], diloco, tensor_indices
         )(outer_gradients, seed, step)
         # A mean that is not finite changes nothing: the replicas continue from the
@@ -455,32 +455,32 @@ def make_exchange(
             diloco=Replicas(states, build(residuals), build(momenta)),
         )
 
-    return exchange_fragment
+    return sync_fragment
 
 
 class DiLoCoStep:
-    """A step of all replicas and the exchanges that are due after it; a `StepFn`.
+    """A step of all replicas and the syncs that are due after it; a `StepFn`.
 
     Attributes:
       inner_step: the compiled step of all replicas; see `make_inner_step`.
-      exchanges: the compiled exchanges of the fragments; see `make_exchange`.
+      syncs: the compiled syncs of the fragments; see `make_sync`.
       diloco: the settings, which determine when a fragment is due.
     """
 
     def __init__(
         self,
         inner_step: jax.stages.Compiled,
-        exchanges: Sequence[jax.stages.Compiled],
+        syncs: Sequence[jax.stages.Compiled],
         diloco: DiLoCoSettings,
     ) -> None:
         self.inner_step = inner_step
-        self.exchanges = tuple(exchanges)
+        self.syncs = tuple(syncs)
         self.diloco = diloco
 
     def __call__(
         self, state: TrainState, batch: Tokens, inputs: StepInputs
     ) -> tuple[TrainState, Metrics]:
-        """Return the state after the step and its exchanges, and the metrics.
+        """Return the state after the step and its syncs, and the metrics.
         `inputs.step` is on the host.
         """
         states, metrics = self.inner_step(state.diloco.states, batch, inputs)
@@ -489,7 +489,7 @@ class DiLoCoStep:
         )
         steps_taken = int(inputs.step) + 1
         for fragment in self.diloco.due(steps_taken):
-            state = self.exchanges[fragment](state, np.int32(steps_taken), inputs.seed)
+            state = self.syncs[fragment](state, np.int32(steps_taken), inputs.seed)
         return state, metrics
 
     def as_text(self) -> str | None:
@@ -497,5 +497,5 @@ class DiLoCoStep:
         return self.inner_step.as_text()
 
     def memory_analysis(self) -> Any:
-        """Return the memory of the inner step; an exchange needs less."""
+        """Return the memory of the inner step; a sync needs less."""
         return self.inner_step.memory_analysis()

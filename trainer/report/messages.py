@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from trainer.compiled.hlo import Program
-from trainer.compiled.sync_bytes import Exchanges, exchanges_of
+from trainer.compiled.sync_bytes import SyncBytes, sync_bytes_of
 from trainer.data import Manifest
 from trainer.model import Model
 from trainer.models.flops import (
@@ -164,27 +164,27 @@ def describe_communication(
     """Return lines about the communication of a compiled step, by type.
 
     `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time of
-    an exchange.
+    a sync.
     """
     if not isinstance(step, DiLoCoStep):
         return describe_collectives(task, step)
-    lines = describe_exchanges(exchanges_of(task, step), gbps)
+    lines = describe_syncs(sync_bytes_of(task, step), gbps)
     if devices_of_replica(task.mesh) > 1:
         lines += describe_collectives(task, step)
     return lines
 
 
-def describe_exchanges(exchanges: Exchanges, gbps: float | None = None) -> list[str]:
-    """Return lines about DiLoCo's exchanges between replicas.
+def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str]:
+    """Return lines about the syncs of DiLoCo's replicas.
 
     `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time.
     """
-    diloco = exchanges.diloco
+    diloco = sync_bytes.diloco
     some = ""
     if diloco.participants < diloco.replicas:
         some = f", of which {diloco.participants} train in a round"
     parts = f" in {diloco.fragments} fragments" if diloco.fragments > 1 else ""
-    assumption = "" if exchanges.read else " if each is on a machine of its own"
+    assumption = "" if sync_bytes.read else " if each is on a machine of its own"
     if diloco.replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
@@ -198,16 +198,16 @@ def describe_exchanges(exchanges: Exchanges, gbps: float | None = None) -> list[
             f" {diloco.momentum:g}{', with error feedback' * diloco.feedback}"
         ),
         (
-            f"every replica sends {math.fsum(exchanges.fragments) / MIB:.3f} MiB a"
-            f" round{assumption}, at most {max(exchanges.fragments) / MIB:.3f} MiB at"
-            f" once and {exchanges.mean / MIB:.4f} MiB a step on average,"
-            f" {exchanges.fewer:.1f} times less than FP32 gradients of every step"
-            f" ({exchanges.every_step / MIB:.3f} MiB)"
+            f"every replica sends {math.fsum(sync_bytes.fragments) / MIB:.3f} MiB a"
+            f" round{assumption}, at most {max(sync_bytes.fragments) / MIB:.3f} MiB at"
+            f" once and {sync_bytes.mean / MIB:.4f} MiB a step on average,"
+            f" {sync_bytes.fewer:.1f} times less than FP32 gradients of every step"
+            f" ({sync_bytes.every_step / MIB:.3f} MiB)"
         ),
     ]
     if gbps is not None:
         lines.append(
-            f"an exchange takes about {exchanges.seconds(gbps):.2g} s at {gbps:g}"
+            f"an exchange takes about {sync_bytes.seconds(gbps):.2g} s at {gbps:g}"
             " Gbit/s (an estimate)"
         )
     return lines

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from trainer.parallel.diloco import (
     FORMATS,
     DiLoCoSettings,
-    exchange,
     fragments_of,
+    sync,
 )
 from trainer.parallel.mesh import REPLICA, make_mesh
 
@@ -31,7 +31,7 @@ def program(diloco, devices, first=0):
     arrays = range(first, first + len(SHAPES))
 
     def of_device(tensors, seed, step):
-        return tuple(exchange(tensors, diloco, seed, step, arrays))
+        return tuple(sync(tensors, diloco, seed, step, arrays))
 
     mapped = jax.shard_map(
         of_device,
@@ -49,13 +49,13 @@ def tensors(replicas=4, size=1.0):
     return [x.astype(np.float32) for x in drawn]
 
 
-def exchanged(diloco, values, devices=1, step=8, first=0):
+def synced(diloco, values, devices=1, step=8, first=0):
     compiled = program(diloco, devices, first)
     return jax.device_get(compiled(values, np.uint32(7), np.int32(step)))
 
 
 def spacing(x, diloco):
-    """The distance of a format's numbers at `x`, at the scale of the exchange: largest
+    """The distance of a format's numbers at `x`, at the scale of the sync: largest
     magnitudes below the maximum."""
     fmt = FORMATS[diloco.format]
     scale = 2.0 ** np.floor(np.log2(np.abs(x).max() * 2 / min(fmt.max, 65504.0)))
@@ -67,7 +67,7 @@ def test_the_mean_is_right_to_two_roundings_of_the_format(name):
     diloco = PLAIN._replace(format=name)
     for size in (1.0, 2.0**-40):
         values = tensors(size=size)
-        means, lost, _ = exchanged(diloco, values)
+        means, lost, _ = synced(diloco, values)
         for x, mean, residual in zip(values, means, lost, strict=True):
             exact = x.astype(np.float64).mean(0)
             bound = spacing(x, diloco)
@@ -84,7 +84,7 @@ def test_the_mean_is_right_to_two_roundings_of_the_format(name):
 @pytest.mark.parametrize("name", ["fp32", "fp8", "fp4"])
 def test_where_replicas_lie_changes_no_bit(name):
     diloco = PLAIN._replace(format=name)
-    one, two, four = (exchanged(diloco, tensors(), devices) for devices in (1, 2, 4))
+    one, two, four = (synced(diloco, tensors(), devices) for devices in (1, 2, 4))
     for a, b, c in zip(*map(jax.tree.leaves, (one, two, four)), strict=True):
         assert a.tobytes() == b.tobytes() == c.tobytes()
 
@@ -96,7 +96,7 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
     residuals = [np.zeros_like(x) for x in values]
     for i in range(rounds):
         corrected = [x + r for x, r in zip(values, residuals, strict=True)]
-        means, residuals, _ = exchanged(diloco, corrected, step=8 * (i + 1))
+        means, residuals, _ = synced(diloco, corrected, step=8 * (i + 1))
         total = [t + m for t, m in zip(total, means, strict=True)]
     for x, r, t in zip(values, residuals, total, strict=True):
         # All that was not sent is in the residuals: exactly, but for FP32's own
@@ -109,8 +109,8 @@ def test_with_feedback_what_was_sent_adds_up_to_what_was_to_be_sent(name):
 
 
 def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_own():
-    _, lost, _ = exchanged(PLAIN, tensors())
-    _, other, _ = exchanged(PLAIN, tensors(), first=len(SHAPES))
+    _, lost, _ = synced(PLAIN, tensors())
+    _, other, _ = synced(PLAIN, tensors(), first=len(SHAPES))
     # Independent roundings lose alike no more often than chance has it.
     assert np.mean(lost[2] == other[2]) < 0.75
 
@@ -122,12 +122,12 @@ def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_not
         drawn = np.asarray(diloco.participating(np.uint32(7), np.int32(step - 1)))
         assert drawn.sum() == 3
         seen |= set(np.flatnonzero(drawn))
-        # All steps of a round draw the same, and the exchange at its end.
+        # All steps of a round draw the same, and the sync at its end.
         np.testing.assert_array_equal(
             drawn, diloco.participating(np.uint32(7), np.int32(step - 8))
         )
         values = tensors(8)
-        means, lost, _ = exchanged(diloco, values, 4, step)
+        means, lost, _ = synced(diloco, values, 4, step)
         for x, mean, residual in zip(values, means, lost, strict=True):
             np.testing.assert_allclose(mean, x[drawn].mean(0), rtol=4e-7, atol=4e-7)
             np.testing.assert_array_equal(residual[~drawn], x[~drawn])
@@ -139,7 +139,7 @@ def test_what_is_not_finite_stays_so():
     for name in ("fp32", "fp8", "fp4"):
         values = tensors()
         values[2][1, 3, 5] = np.inf
-        means, _, _ = exchanged(PLAIN._replace(format=name), values)
+        means, _, _ = synced(PLAIN._replace(format=name), values)
         assert not np.isfinite(means[2][3, 5])
         assert np.isfinite(means[0]).all()
 

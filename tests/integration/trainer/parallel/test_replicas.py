@@ -12,7 +12,7 @@ from precisions import batch, bits, copied, step_inputs, workload
 
 from scalify_core import weights
 from scalify_core.array.scaled_array import is_scaled_array
-from trainer.compiled.sync_bytes import exchanges_of
+from trainer.compiled.sync_bytes import sync_bytes_of
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.errors import UserError
@@ -226,13 +226,13 @@ def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
         assert of_replica(state.diloco.states.params, k) == bits(state.params)
 
 
-def exchanged_after_three(change):
-    """A state after three steps, and after an exchange of it with what `change` makes
+def synced_after_three(change):
+    """A state after three steps, and after a sync of it with what `change` makes
     of its replicas."""
     state, _ = trained(3, NARROW)
     broken = copied(dataclasses.replace(state, diloco=change(state.diloco)))
-    exchange = made(NARROW)[2].exchanges[0]
-    return state, exchange(broken, np.int32(4), np.uint32(0))
+    sync = made(NARROW)[2].syncs[0]
+    return state, sync(broken, np.int32(4), np.uint32(0))
 
 
 def test_weights_that_are_not_finite_change_nothing():
@@ -244,7 +244,7 @@ def test_weights_that_are_not_finite_change_nothing():
         states = dataclasses.replace(diloco.states, params=params)
         return dataclasses.replace(diloco, states=states)
 
-    before, after = exchanged_after_three(change)
+    before, after = synced_after_three(change)
     for name in ("momentum", "residuals"):
         expected = getattr(before.diloco, name)
         assert bits(getattr(after.diloco, name)) == bits(expected)
@@ -267,14 +267,14 @@ def test_a_residual_that_is_not_finite_is_dropped_so_that_exchanges_go_on():
         residuals = jax.tree.unflatten(jax.tree.structure(diloco.residuals), broken)
         return dataclasses.replace(diloco, residuals=residuals)
 
-    _, after = exchanged_after_three(change)
+    _, after = synced_after_three(change)
     assert bits(after.diloco.residuals) == bits(expected)
 
 
 def test_the_bytes_of_a_round_are_fewer_by_the_steps_and_the_format():
-    """They are those of the compiled exchange: test_diloco.py."""
+    """They are those of the compiled sync: test_diloco.py."""
     diloco = NARROW._replace(sync_every=100, fragments=2, last_step=1000)
-    actual = exchanges_of(task_of(diloco))
+    actual = sync_bytes_of(task_of(diloco))
     # One byte for four, every hundredth step; a byte a tensor for its scale.
     assert 395 < actual.fewer <= 400
     first, second = actual.fragments
