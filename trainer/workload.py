@@ -244,7 +244,7 @@ class TrainTask(NamedTuple):
     def convert_replicas(self, state: TrainState) -> TrainState:
         """Return a state for this task's replicas, from one of another DiLoCo run."""
         assert self.diloco is not None
-        state = with_replica_count(state, self.diloco.replicas)
+        state = with_replica_count(state, self.diloco.num_replicas)
         return with_outer_state(state, self.trained, self.diloco, self.storage)
 
     @property

@@ -49,6 +49,6 @@ def test_the_experiment_on_swiglu_is_a_llama_and_smooths_it():
 def test_the_federated_experiment_averages_three_of_eight_clients_in_fp8():
     c = compose_config(["experiment=federated_fp8"])
     diloco = build_diloco(c)
-    assert (diloco.replicas, diloco.participants, diloco.format) == (8, 3, "fp8")
+    assert (diloco.num_replicas, diloco.participants, diloco.format) == (8, 3, "fp8")
     assert (diloco.lr, diloco.momentum) == (1.0, 0.0)
     assert diloco.last_step == c.train.steps

@@ -148,7 +148,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
     assert d.outer_momentum is not None
     assert d.fragments is not None
     return DiLoCoSettings(
-        replicas=d.replicas,
+        num_replicas=d.replicas,
         sync_every=d.sync_every,
         format=d.outer_grad,
         lr=d.outer_lr,
@@ -199,7 +199,7 @@ def check_fragments(task: TrainTask) -> None:
 
 def build_mesh(c: schema.Config) -> Mesh:
     """Build the mesh; refuse one over which a micro-batch cannot be split."""
-    mesh = make_mesh(*build_sizes(c.parallel), replicas=c.diloco.replicas)
+    mesh = make_mesh(*build_sizes(c.parallel), num_replicas=c.diloco.replicas)
     shards = batch_shards(mesh, c.diloco.replicas or 1)
     check_micro_batch(
         c,

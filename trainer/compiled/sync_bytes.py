@@ -18,20 +18,20 @@ class SyncBytes(NamedTuple):
     Attributes:
       fragments: bytes of the sync of each fragment.
       every_step: bytes of FP32 gradients in every step, over as many devices.
-      diloco: the schedule of the syncs.
+      settings: the schedule of the syncs.
       read: whether the bytes are read from compiled programs; else they are computed
           for replicas on machines of their own.
     """
 
     fragments: tuple[float, ...]
     every_step: float
-    diloco: DiLoCoSettings
+    settings: DiLoCoSettings
     read: bool
 
     @property
     def mean(self) -> float:
         """Mean bytes a step, over a round."""
-        return math.fsum(self.fragments) / self.diloco.sync_every
+        return math.fsum(self.fragments) / self.settings.sync_every
 
     @property
     def fewer(self) -> float:
@@ -46,11 +46,13 @@ class SyncBytes(NamedTuple):
 
     def up_to(self, step: int) -> float:
         """Return the bytes of the syncs in the first `step` steps."""
-        diloco, total = self.diloco, 0.0
+        settings, total = self.settings, 0.0
         for fragment, size in enumerate(self.fragments):
-            place = fragment * diloco.sync_every // diloco.fragments
-            count = (step - place) // diloco.sync_every + (place > 0)
-            is_extra = step == diloco.last_step and step % diloco.sync_every != place
+            place = fragment * settings.sync_every // settings.fragments
+            count = (step - place) // settings.sync_every + (place > 0)
+            is_extra = (
+                step == settings.last_step and step % settings.sync_every != place
+            )
             total += size * (max(0, count) + is_extra)
         return total
 
@@ -65,20 +67,22 @@ def sync_bytes_of(task: TrainTask, step: DiLoCoStep | None = None) -> SyncBytes:
       step: its compiled step; None: nothing is read.
     """
     assert task.diloco is not None
-    diloco = task.diloco
+    settings = task.diloco
     like = jax.eval_shape(task.model.training.init, jax.random.key(0))
     sizes = [p.size for p in jax.tree.leaves(task.trained(like))]
-    ring = 2 * (diloco.replicas - 1) / diloco.replicas
+    replicas = settings.num_replicas
+    ring = 2 * (replicas - 1) / replicas
     every_step = 4.0 * ring * sum(sizes)
     devices = task.mesh.size
-    if step is not None and task.mesh.shape[REPLICA] == devices == diloco.replicas:
+    if step is not None and task.mesh.shape[REPLICA] == devices == replicas:
         sent = tuple(bytes_sent(sync, devices) for sync in step.syncs)
-        return SyncBytes(sent, every_step, diloco, read=True)
-    parts = fragments_of(sizes, diloco.fragments)
+        return SyncBytes(sent, every_step, settings, read=True)
+    parts = fragments_of(sizes, settings.fragments)
     computed = (
-        bytes_of_sync(sum(sizes[i] for i in part), len(part), diloco) for part in parts
+        bytes_of_sync(sum(sizes[i] for i in part), len(part), settings)
+        for part in parts
     )
-    return SyncBytes(tuple(computed), every_step, diloco, read=False)
+    return SyncBytes(tuple(computed), every_step, settings, read=False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:

@@ -72,7 +72,7 @@ class DiLoCoSettings(NamedTuple):
     """Settings of the replicas and of the outer optimizer.
 
     Attributes:
-      replicas: K.
+      num_replicas: K.
       sync_every: number of steps between two syncs of a fragment.
       format: format of sent data, a key of FORMATS.
       lr, momentum: settings of the outer optimizer, SGD with Nesterov momentum. With 1
@@ -84,7 +84,7 @@ class DiLoCoSettings(NamedTuple):
       last_step: the last step, after which all fragments are synced.
     """
 
-    replicas: int
+    num_replicas: int
     sync_every: int
     format: str
     lr: float
@@ -111,12 +111,12 @@ class DiLoCoSettings(NamedTuple):
 
         They are the same for all steps of a round.
         """
-        if self.participants == self.replicas:
-            return jnp.ones(self.replicas, bool)
+        if self.participants == self.num_replicas:
+            return jnp.ones(self.num_replicas, bool)
         words = counter_words(
             seed,
             step // self.sync_every + PARTICIPANT_STREAM,
-            jnp.arange(self.replicas),
+            jnp.arange(self.num_replicas),
         )[:, 0]
         return jnp.argsort(jnp.argsort(words)) < self.participants
 
@@ -206,7 +206,7 @@ class SyncResult(NamedTuple):
 
 def sync(
     tensors: Sequence[jax.Array],
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     seed: jax.Array,
     step: jax.Array,
     tensor_indices: Sequence[int],
@@ -216,7 +216,7 @@ def sync(
 
     Args:
       tensors: FP32 [R, ...] of this device's replicas.
-      diloco: the participants and the format.
+      settings: the participants and the format.
       seed: seed of the random bits.
       step: number of steps taken. The participants are those of the last step taken,
         whose index is `step - 1`. Random bits differ by step, replica, piece and
@@ -225,11 +225,11 @@ def sync(
         fragments have different random bits.
       axes: all mesh axes that hold parts of a tensor, REPLICA among them.
     """
-    fmt = FORMATS[diloco.format]
-    local_replicas = diloco.replicas // lax.axis_size(REPLICA)
+    fmt = FORMATS[settings.format]
+    local_replicas = settings.num_replicas // lax.axis_size(REPLICA)
     first_replica = lax.axis_index(REPLICA) * local_replicas
     replica_indices = first_replica + jnp.arange(local_replicas, dtype=jnp.uint32)
-    all_participating = diloco.participating(seed, step - 1)
+    all_participating = settings.participating(seed, step - 1)
     participating = lax.dynamic_slice_in_dim(
         all_participating, first_replica, local_replicas
     )
@@ -256,7 +256,7 @@ def sync(
     sent = [encode_tensor(i, x) for i, x in enumerate(contributions)]
     mean_flat, mean_error = mean_of_pieces(
         jnp.concatenate(sent, axis=1),
-        diloco,
+        settings,
         all_participating,
         seed,
         step,
@@ -271,7 +271,7 @@ def sync(
         columns = slice(start, start + size)
         start += sent_values.shape[1]
         means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
-        if diloco.feedback:
+        if settings.feedback:
             # The replica's own rounding error is `x - sent_values * scale`. The mean's
             # error is nonzero only in this replica's piece.
             correction = mean_error[:, columns] - sent_values[:, :size]
@@ -281,7 +281,7 @@ def sync(
 
 def mean_of_pieces(
     sent: jax.Array,
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     participating: jax.Array,
     seed: jax.Array,
     step: jax.Array,
@@ -296,25 +296,25 @@ def mean_of_pieces(
 
     Args:
       sent: encoded data of this device's replicas [R, N].
-      diloco: the participants and the format.
+      settings: the participants and the format.
       participating: which replicas participate, booleans [K].
       seed: seed of the random bits.
       step: number of steps taken, for the random bits.
       first_tensor_index: index of the first tensor, for the random bits.
     """
-    fmt = FORMATS[diloco.format]
-    mean_fmt = MEAN_FORMATS[diloco.format]
+    fmt = FORMATS[settings.format]
+    mean_fmt = MEAN_FORMATS[settings.format]
     local_replicas = sent.shape[0]
-    sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % diloco.replicas))).reshape(
-        local_replicas, diloco.replicas, -1
+    sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % settings.num_replicas))).reshape(
+        local_replicas, settings.num_replicas, -1
     )
     # [K, R, m]
     received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)
     summands = [
         jnp.where(participating[k], decode(received[k], fmt), 0)
-        for k in range(diloco.replicas)
+        for k in range(settings.num_replicas)
     ]
-    mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / diloco.participants)
+    mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / settings.participants)
     local_indices = jnp.arange(local_replicas)
     replica_indices = lax.axis_index(REPLICA) * local_replicas + local_indices
     random_bits = None
@@ -331,10 +331,10 @@ def mean_of_pieces(
     pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
     piece_error = mean - decode(piece, mean_fmt) * (1 / mean_scale)
     mean_error = jnp.zeros(
-        (local_replicas, diloco.replicas, mean.shape[1]), jnp.float32
+        (local_replicas, settings.num_replicas, mean.shape[1]), jnp.float32
     )
     mean_error = mean_error.at[local_indices, replica_indices].set(
-        piece_error * diloco.participants
+        piece_error * settings.participants
     )
     all_means = decode(pieces, mean_fmt) * (1 / mean_scale)
     return all_means.reshape(-1), mean_error.reshape(local_replicas, -1)
@@ -345,17 +345,18 @@ def bits_per_number(fmt: FloatFormat) -> int:
     return 1 + fmt.exponent_bits + fmt.mantissa_bits
 
 
-def bytes_of_sync(elements: int, tensors: int, diloco: DiLoCoSettings) -> float:
+def bytes_of_sync(elements: int, tensors: int, settings: DiLoCoSettings) -> float:
     """Return the bytes that each of K replicas sends in a sync.
 
     Args:
       elements: number of elements of all tensors.
       tensors: number of tensors.
-      diloco: the replicas and the format.
+      settings: the replicas and the format.
     """
-    fmt = FORMATS[diloco.format]
-    mean_fmt = MEAN_FORMATS[diloco.format]
+    fmt = FORMATS[settings.format]
+    mean_fmt = MEAN_FORMATS[settings.format]
     bits = bits_per_number(fmt) + bits_per_number(mean_fmt)
     # An all-reduce of one byte a tensor is a reduce-scatter and an all-gather.
     scales = 0 if fmt is FP32 else 2 * tensors
-    return (diloco.replicas - 1) / diloco.replicas * (elements * bits / 8 + scales)
+    replicas = settings.num_replicas
+    return (replicas - 1) / replicas * (elements * bits / 8 + scales)

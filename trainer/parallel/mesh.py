@@ -65,7 +65,7 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     *,
-    replicas: int | None = None,
+    num_replicas: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Return a mesh with the axes of `MeshSizes`, the last one innermost.
@@ -74,7 +74,7 @@ def make_mesh(
       data: see `MeshSizes`.
       fsdp: see `MeshSizes`.
       tensor: see `MeshSizes`.
-      replicas: number of DiLoCo replicas. They get an outermost axis, of size
+      num_replicas: number of DiLoCo replicas. They get an outermost axis, of size
         `replica_axis_size`; None: no such axis.
       devices: available devices; the mesh takes the first ones. None: all devices.
 
@@ -84,8 +84,8 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     sizes = MeshSizes(data, fsdp, tensor)
     replica_axis = 1
-    if replicas:
-        replica_axis = replica_axis_size(replicas, sizes, len(devices))
+    if num_replicas is not None:
+        replica_axis = replica_axis_size(num_replicas, sizes, len(devices))
     filled = sizes.filled(len(devices) // replica_axis)
     used = devices[: replica_axis * math.prod(filled)]
     processes = {device.process_index for device in devices}
@@ -98,21 +98,21 @@ def make_mesh(
         )
     shape: tuple[int, ...] = filled
     names: tuple[str, ...] = STEP_AXES
-    if replicas is not None:
+    if num_replicas is not None:
         shape = (replica_axis, *shape)
         names = (REPLICA, *names)
     types = (AxisType.Auto,) * len(names)
     return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
 
-def replica_axis_size(replicas: int, sizes: MeshSizes, devices: int) -> int:
+def replica_axis_size(num_replicas: int, sizes: MeshSizes, devices: int) -> int:
     """Return the size of the axis REPLICA.
 
-    It is the largest divisor n of `replicas` for which n meshes of `sizes` fit on the
-    devices. -1 in `sizes` counts as 1.
+    It is the largest divisor n of `num_replicas` for which n meshes of `sizes` fit on
+    the devices. -1 in `sizes` counts as 1.
     """
     mesh_devices = math.prod(size for size in sizes if size != -1)
-    divisors = [n for n in range(1, replicas + 1) if replicas % n == 0]
+    divisors = [n for n in range(1, num_replicas + 1) if num_replicas % n == 0]
     return max((n for n in divisors if n * mesh_devices <= devices), default=1)
 
 
@@ -148,12 +148,12 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in (REPLICA, *BATCH_AXES) if axis in mesh.shape)
 
 
-def batch_shards(mesh: Mesh, replicas: int = 1) -> int:
+def batch_shards(mesh: Mesh, num_replicas: int = 1) -> int:
     """Return the number of parts into which the batch of all replicas is split.
 
-    Several replicas may share devices, so `replicas` is not the size of REPLICA.
+    Several replicas may share devices, so `num_replicas` is not the size of REPLICA.
     """
-    return replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return num_replicas * math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -75,13 +75,13 @@ def zero_nonfinite(stored: Any) -> Any:
     return finite(stored)
 
 
-def repeat_for_replicas(params: Any, replicas: int) -> Any:
+def repeat_for_replicas(params: Any, num_replicas: int) -> Any:
     """Return a tree with every array repeated, [K, ...]; scales are not repeated."""
 
     def repeat(x: Any) -> Any:
         if is_scaled_array(x):
             return ScaledArray(repeat(x.data), x.scale)
-        return jnp.broadcast_to(x, (replicas, *x.shape))
+        return jnp.broadcast_to(x, (num_replicas, *x.shape))
 
     return tree.map_arrays(repeat, params)
 
@@ -95,7 +95,7 @@ def replica_keys(key: jax.Array, count: int) -> jax.Array:
 def with_replicas(
     state: TrainState,
     select_trained: Callable[[Any], Any],
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
     """Return the initial state of replicas, from that of a run without DiLoCo.
@@ -103,24 +103,24 @@ def with_replicas(
     All replicas have its weights; their random keys differ.
     """
     opt_state, scaling = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (diloco.replicas, *x.shape)),
+        lambda x: jnp.broadcast_to(x, (settings.num_replicas, *x.shape)),
         (tree.pack(state.opt_state), state.scaling),
     )
     states = TrainState(
-        repeat_for_replicas(state.params, diloco.replicas),
+        repeat_for_replicas(state.params, settings.num_replicas),
         opt_state,
-        replica_keys(state.key, diloco.replicas),
+        replica_keys(state.key, settings.num_replicas),
         scaling,
     )
     residuals, momentum = initial_outer_state(
-        select_trained(state.params), diloco, storage
+        select_trained(state.params), settings, storage
     )
     replicas = Replicas(states, residuals, momentum)
     return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
 def initial_outer_state(
-    params: Any, diloco: DiLoCoSettings, storage: Storage
+    params: Any, settings: DiLoCoSettings, storage: Storage
 ) -> tuple[Any, Any]:
     """Return the residuals and the outer momentum before the first sync.
 
@@ -133,9 +133,9 @@ def initial_outer_state(
         return storage.quantize(jnp.zeros((*axes, *p.shape), jnp.float32), scale)
 
     residuals, momentum = (), ()
-    if diloco.feedback:
-        residuals = tree.map_arrays(lambda p: zeros(p, diloco.replicas), params)
-    if diloco.momentum:
+    if settings.feedback:
+        residuals = tree.map_arrays(lambda p: zeros(p, settings.num_replicas), params)
+    if settings.momentum:
         momentum = tree.map_arrays(zeros, params)
     return residuals, momentum
 
@@ -143,17 +143,17 @@ def initial_outer_state(
 def with_outer_state(
     state: TrainState,
     select_trained: Callable[[Any], Any],
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     storage: Storage,
 ) -> TrainState:
-    """Return a state with the residuals and the momentum that `diloco` uses.
+    """Return a state with the residuals and the momentum that `settings` need.
 
     Missing ones start at zero, unused ones are dropped. The state must already have
-    `diloco.replicas` replicas.
+    `settings.num_replicas` replicas.
     """
     replicas: Replicas = state.diloco
     residuals, momentum = initial_outer_state(
-        select_trained(state.params), diloco, storage
+        select_trained(state.params), settings, storage
     )
     if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
         residuals = replicas.residuals
@@ -236,14 +236,14 @@ def without_replicas(state: TrainState) -> TrainState:
 
 
 def make_inner_step(
-    step: StepFn, mesh: Mesh, diloco: DiLoCoSettings
+    step: StepFn, mesh: Mesh, settings: DiLoCoSettings
 ) -> Callable[[Any, Tokens, StepInputs], tuple[Any, Metrics]]:
     """Return the step of all replicas: `(states, batch, inputs) -> (states, metrics)`.
 
     The batch is that of a run without replicas, [A, B, T+1]: replica k has the rows
     that device k of K would have. `combine_metrics` makes the metrics.
     """
-    replicas = diloco.replicas
+    num_replicas = settings.num_replicas
     # Without this jit, unused constants of the step become arguments of `shard_map`;
     # XLA has crashed on these.
     step = jax.jit(step)
@@ -251,7 +251,7 @@ def make_inner_step(
     def rows_of_replicas(x_AxBxT1: jax.Array) -> jax.Array:
         accum, rows, length = x_AxBxT1.shape
         x = jnp.moveaxis(
-            x_AxBxT1.reshape(accum, replicas, rows // replicas, length), 1, 0
+            x_AxBxT1.reshape(accum, num_replicas, rows // num_replicas, length), 1, 0
         )
         return lax.with_sharding_constraint(
             x, NamedSharding(mesh, PartitionSpec(REPLICA, None, BATCH_AXES))
@@ -267,7 +267,7 @@ def make_inner_step(
         replica_inputs = inputs._replace(
             seed=inputs.seed ^ (index * jnp.uint32(REPLICA_STREAM))
         )
-        if diloco.participants == replicas:
+        if settings.participants == num_replicas:
             return step(state, batch, replica_inputs)
         _, shapes = jax.eval_shape(step, state, batch, replica_inputs)
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
@@ -299,8 +299,8 @@ def make_inner_step(
             return jax.tree.map(lambda x: x[None], result)
 
         by_replica = PartitionSpec(REPLICA)
-        indices = jnp.arange(replicas, dtype=jnp.uint32)
-        participating = diloco.participating(inputs.seed, inputs.step)
+        indices = jnp.arange(num_replicas, dtype=jnp.uint32)
+        participating = settings.participating(inputs.seed, inputs.step)
         states, metrics = jax.shard_map(
             on_device,
             mesh=mesh,
@@ -344,7 +344,7 @@ def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
 def sync_over(
     mesh: Mesh,
     specs: list[PartitionSpec],
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     tensor_indices: Sequence[int],
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]:
     """Return `diloco.sync` over a mesh: `(tensors, seed, step) -> SyncResult`.
@@ -352,10 +352,10 @@ def sync_over(
     `specs` are those of the outer weights.
     """
     replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs]
-    residual_specs = replica_specs if diloco.feedback else []
+    residual_specs = replica_specs if settings.feedback else []
     return over_devices(
         lambda tensors, seed, step: tuple(
-            sync(tensors, diloco, seed, step, tensor_indices)
+            sync(tensors, settings, seed, step, tensor_indices)
         ),
         mesh,
         in_specs=(replica_specs, REPLICATED, REPLICATED),
@@ -367,7 +367,7 @@ def make_sync(
     fragment: int,
     mesh: Mesh,
     roles: Any,
-    diloco: DiLoCoSettings,
+    settings: DiLoCoSettings,
     storage: Storage,
     select_trained: Callable[[Any], Any],
     rounding: weights.Rounding,
@@ -379,7 +379,7 @@ def make_sync(
       fragment: index of the fragment.
       mesh: the device mesh.
       roles: roles of the trained parameters, which determine their sharding.
-      diloco: the settings.
+      settings: the settings.
       storage: storage of residuals and momentum.
       select_trained: selects the trained parameters.
       rounding: rounding of narrow outer weights.
@@ -396,17 +396,17 @@ def make_sync(
         residuals = tree.leaves(replicas.residuals)
         momenta = tree.leaves(replicas.momentum)
         sizes = [p.size for p in outer_leaves]
-        tensor_indices = fragments_of(sizes, diloco.fragments)[fragment]
+        tensor_indices = fragments_of(sizes, settings.fragments)[fragment]
         outer_gradients = []
         for i in tensor_indices:
             gradient = weights.wide(outer_leaves[i])[None]
             gradient = gradient - weights.wide(replica_leaves[i])
-            if diloco.feedback:
+            if settings.feedback:
                 gradient = gradient + weights.wide(residuals[i])
             outer_gradients.append(gradient)
         all_specs = jax.tree.leaves(param_specs(outer, mesh, roles))
         means, new_residuals, scales = sync_over(
-            mesh, [all_specs[i] for i in tensor_indices], diloco, tensor_indices
+            mesh, [all_specs[i] for i in tensor_indices], settings, tensor_indices
         )(outer_gradients, seed, step)
         # A mean that is not finite changes nothing: the replicas continue from the
         # outer weights, and keep their earlier residuals.
@@ -414,11 +414,11 @@ def make_sync(
         updates = []
         for local_index, i in enumerate(tensor_indices):
             update = means[local_index]
-            if diloco.momentum:  # Nesterov
-                velocity = diloco.momentum * weights.wide(momenta[i]) + update
-                update = update + diloco.momentum * velocity
+            if settings.momentum:  # Nesterov
+                velocity = settings.momentum * weights.wide(momenta[i]) + update
+                update = update + settings.momentum * velocity
                 momenta[i] = select(accept, storage.quantize(velocity), momenta[i])
-            if diloco.feedback:
+            if settings.feedback:
                 residual = storage.quantize(
                     new_residuals[local_index], scales[local_index]
                 )
@@ -426,7 +426,7 @@ def make_sync(
             updates.append(update)
         new_leaves = weights.apply_updates(
             [outer_leaves[i] for i in tensor_indices],
-            [-diloco.lr * update for update in updates],
+            [-settings.lr * update for update in updates],
             rounding=rounding,
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
@@ -435,7 +435,7 @@ def make_sync(
         )
         for p, i in zip(new_leaves, tensor_indices, strict=True):
             outer_leaves[i] = p
-            replica_leaves[i] = repeat_for_replicas(p, diloco.replicas)
+            replica_leaves[i] = repeat_for_replicas(p, settings.num_replicas)
         structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
 
         def build(leaves: list[Any]) -> Any:
@@ -464,18 +464,18 @@ class DiLoCoStep:
     Attributes:
       inner_step: the compiled step of all replicas; see `make_inner_step`.
       syncs: the compiled syncs of the fragments; see `make_sync`.
-      diloco: the settings, which determine when a fragment is due.
+      settings: the settings, which determine when a fragment is due.
     """
 
     def __init__(
         self,
         inner_step: jax.stages.Compiled,
         syncs: Sequence[jax.stages.Compiled],
-        diloco: DiLoCoSettings,
+        settings: DiLoCoSettings,
     ) -> None:
         self.inner_step = inner_step
         self.syncs = tuple(syncs)
-        self.diloco = diloco
+        self.settings = settings
 
     def __call__(
         self, state: TrainState, batch: Tokens, inputs: StepInputs
@@ -488,7 +488,7 @@ class DiLoCoStep:
             state, diloco=dataclasses.replace(state.diloco, states=states)
         )
         steps_taken = int(inputs.step) + 1
-        for fragment in self.diloco.due(steps_taken):
+        for fragment in self.settings.due(steps_taken):
             state = self.syncs[fragment](state, np.int32(steps_taken), inputs.seed)
         return state, metrics
 

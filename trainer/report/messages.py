@@ -55,7 +55,7 @@ def describe(
       step: the compiled step, or None.
     """
     spec, diloco = w.model.spec, w.task.diloco
-    taking_part = diloco.participants / diloco.replicas if diloco else 1.0
+    taking_part = diloco.participants / diloco.num_replicas if diloco else 1.0
     layers = (
         f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
     )
@@ -179,23 +179,23 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
 
     `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time.
     """
-    diloco = sync_bytes.diloco
+    settings = sync_bytes.settings
     some = ""
-    if diloco.participants < diloco.replicas:
-        some = f", of which {diloco.participants} train in a round"
-    parts = f" in {diloco.fragments} fragments" if diloco.fragments > 1 else ""
+    if settings.participants < settings.num_replicas:
+        some = f", of which {settings.participants} train in a round"
+    parts = f" in {settings.fragments} fragments" if settings.fragments > 1 else ""
     assumption = "" if sync_bytes.read else " if each is on a machine of its own"
-    if diloco.replicas == 1:
+    if settings.num_replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
-            f" every {diloco.sync_every} steps"
+            f" every {settings.sync_every} steps"
         ]
     lines = [
         (
-            f"DiLoCo: {diloco.replicas} replicas{some} exchange outer gradients in"
-            f" {diloco.format} every {diloco.sync_every} steps{parts}; outer"
-            f" learning rate {diloco.lr:g}, momentum"
-            f" {diloco.momentum:g}{', with error feedback' * diloco.feedback}"
+            f"DiLoCo: {settings.num_replicas} replicas{some} exchange outer gradients"
+            f" in {settings.format} every {settings.sync_every} steps{parts}; outer"
+            f" learning rate {settings.lr:g}, momentum"
+            f" {settings.momentum:g}{', with error feedback' * settings.feedback}"
         ),
         (
             f"every replica sends {math.fsum(sync_bytes.fragments) / MIB:.3f} MiB a"

@@ -356,7 +356,7 @@ def saved_diloco(
     if saved.replicas is None:
         return None
     return diloco._replace(
-        replicas=saved.replicas,
+        num_replicas=saved.replicas,
         participants=saved.replicas,  # any valid value: it decides no array
         momentum=saved.outer_momentum or 0.0,
         feedback=bool(saved.error_feedback) and saved.outer_grad != "fp32",
@@ -366,6 +366,6 @@ def saved_diloco(
 def has_same_form(saved: DiLoCoSettings | None, diloco: DiLoCoSettings) -> bool:
     """Return whether states of both settings have the same arrays."""
     return saved is not None and (
-        (saved.replicas, saved.feedback, saved.momentum > 0)
-        == (diloco.replicas, diloco.feedback, diloco.momentum > 0)
+        (saved.num_replicas, saved.feedback, saved.momentum > 0)
+        == (diloco.num_replicas, diloco.feedback, diloco.momentum > 0)
     )

@@ -26,7 +26,9 @@ PLAIN = DiLoCoSettings(
 def program(diloco, devices, first=0):
     """From [K, ...] of each tensor, seed and step to the means, the losses and whether
     all is finite, over so many devices."""
-    mesh = make_mesh(1, replicas=diloco.replicas, devices=jax.devices()[:devices])
+    mesh = make_mesh(
+        1, num_replicas=diloco.num_replicas, devices=jax.devices()[:devices]
+    )
     replicas, everywhere = PartitionSpec(REPLICA), PartitionSpec()
     arrays = range(first, first + len(SHAPES))
 
@@ -116,7 +118,7 @@ def test_fragments_that_are_exchanged_at_one_step_are_rounded_by_bits_of_their_o
 
 
 def test_the_mean_is_that_of_the_replicas_that_are_drawn_and_the_others_lose_nothing():
-    diloco = PLAIN._replace(replicas=8, participants=3, format="fp32")
+    diloco = PLAIN._replace(num_replicas=8, participants=3, format="fp32")
     seen = set()
     for step in (8, 16, 24, 32, 40):
         drawn = np.asarray(diloco.participating(np.uint32(7), np.int32(step - 1)))

@@ -40,7 +40,7 @@ NARROW = AVERAGE._replace(format="fp8", lr=0.7, momentum=0.9, feedback=True)
 def task_of(diloco, preset="fp32", sizes=(1,)):
     """A task on one device, or on as many for each replica as `sizes` says."""
     devices = jax.devices()[: 1 if sizes == (1,) else None]
-    mesh = make_mesh(*sizes, replicas=diloco.replicas, devices=devices)
+    mesh = make_mesh(*sizes, num_replicas=diloco.num_replicas, devices=devices)
     return workload(preset)._replace(mesh=mesh, diloco=diloco)
 
 
@@ -87,7 +87,7 @@ def meta_of(diloco):
     if diloco is None:
         return {"config": config_of()}
     saved = {
-        "replicas": diloco.replicas,
+        "replicas": diloco.num_replicas,
         "outer_momentum": diloco.momentum,
         "error_feedback": diloco.feedback,
         "outer_grad": diloco.format,
@@ -110,7 +110,7 @@ def assert_close(actual, expected, roundings):
 
 def test_one_replica_that_exchanges_every_step_trains_as_a_run_without_replicas():
     expected, losses = trained(3, None)
-    alone = AVERAGE._replace(replicas=1, participants=1, sync_every=1)
+    alone = AVERAGE._replace(num_replicas=1, participants=1, sync_every=1)
     actual, same_losses = trained(3, alone)
     assert same_losses == losses
     # Outer weights - (outer weights - new ones) is exact where both are near each
@@ -160,7 +160,7 @@ def test_new_scales_leave_the_values_and_are_those_of_replicas_and_outer_weights
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     half, _ = trained(3, NARROW)
-    task = task_of(NARROW._replace(replicas=count, participants=count))
+    task = task_of(NARROW._replace(num_replicas=count, participants=count))
     state = restored(tmp_path, half, NARROW, task)
     assert bits(state.params) == bits(half.params)
     assert bits(state.diloco.momentum) == bits(half.diloco.momentum)
@@ -214,7 +214,7 @@ def test_replicas_go_on_from_what_was_trained_without_them(tmp_path):
 
 
 def test_replicas_that_are_not_drawn_stay_as_they_were_until_the_exchange():
-    diloco = AVERAGE._replace(replicas=4, participants=1)
+    diloco = AVERAGE._replace(num_replicas=4, participants=1)
     state, losses = trained(1, diloco)
     (drawn,) = np.flatnonzero(diloco.participating(np.uint32(0), np.int32(0)))
     for k in range(4):

@@ -20,7 +20,7 @@ def test_without_replicas_there_is_none_of_it_and_an_older_run_had_none():
 
 def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
     diloco = build_diloco(compose_config(["parallel=diloco"]))
-    actual = diloco.replicas, diloco.participants, diloco.sync_every, diloco.format
+    actual = diloco.num_replicas, diloco.participants, diloco.sync_every, diloco.format
     assert actual == (4, 4, 32, "fp8")
     assert diloco.feedback
     in_fp32 = compose_config(["parallel=diloco", "diloco.outer_grad=fp32"])
