@@ -132,7 +132,7 @@ class TrainTask(NamedTuple):
             return self.model.roles
         return select_roles(self.model.roles, self.trainable)
 
-    def trained(self, params: Params) -> Params:
+    def select_trained(self, params: Params) -> Params:
         """Return the trained part of parameters, or of a tree like them."""
         return subtree_like(params, self.trained_roles)
 
@@ -156,7 +156,7 @@ class TrainTask(NamedTuple):
         if self.mesh.shape["fsdp"] * self.mesh.shape["tensor"] > 1:
             return NO_STACKS
         return stacks_of(
-            self.trained(params),
+            self.select_trained(params),
             self.trained_roles,
             self.optimizer_name,
             self.model.policy,
@@ -239,13 +239,13 @@ class TrainTask(NamedTuple):
         """
         if self.diloco is None:
             return state
-        return with_replicas(state, self.trained, self.diloco, self.storage)
+        return with_replicas(state, self.select_trained, self.diloco, self.storage)
 
     def convert_replicas(self, state: TrainState) -> TrainState:
         """Return a state for this task's replicas, from one of another DiLoCo run."""
         assert self.diloco is not None
         state = with_replica_count(state, self.diloco.num_replicas)
-        return with_outer_state(state, self.trained, self.diloco, self.storage)
+        return with_outer_state(state, self.select_trained, self.diloco, self.storage)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
@@ -320,10 +320,12 @@ def first_state(
     exact = replace(params)
     policy = task.model.policy
     params = store_weights(exact, policy)
-    compensation = kahan_compensation(task.trained(exact), task.trained(params), policy)
+    compensation = kahan_compensation(
+        task.select_trained(exact), task.select_trained(params), policy
+    )
 
     def with_moments(params: Params, key: jax.Array, compensation: Any) -> TrainState:
-        moments = task.optimizer().init(task.trained(params))
+        moments = task.optimizer().init(task.select_trained(params))
         scaling = task.model.differentiate().init()
         return task.with_replicas(
             TrainState(params, moments, key, scaling, kahan_compensation=compensation)
@@ -349,11 +351,11 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
     params = abstract_weights(state.params, task.model.policy, scale)
     compensation = jax.eval_shape(
         lambda p: kahan_compensation(p, p, task.model.policy),
-        task.trained(state.params),
+        task.select_trained(state.params),
     )
     init = task.optimizer().init
     opt_state = jax.eval_shape(
-        lambda p: tree.pack(init(p)) if scale else init(p), task.trained(params)
+        lambda p: tree.pack(init(p)) if scale else init(p), task.select_trained(params)
     )
     state = TrainState(
         params, opt_state, state.key, state.scaling, kahan_compensation=compensation
@@ -393,7 +395,7 @@ def lower_sync(
         task.trained_roles,
         task.diloco,
         task.storage,
-        task.trained,
+        task.select_trained,
         task.model.policy.rounding,
     )
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
@@ -416,7 +418,7 @@ def lower_step(
         model.differentiate(),
         OptimizerSetup(
             make_optimizer=lambda seed: task.optimizer(seed, stacks),
-            trained=task.trained,
+            select_trained=task.select_trained,
             store_gradients=task.model.store_gradients,
             rounding=task.model.policy.rounding,
             stacks=stacks,

@@ -406,7 +406,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     watchdog = build_watchdog(
         config.watchdog,
         config.precision.scaling,
-        leaf_names(task.trained(state.params), is_scaled_array),
+        leaf_names(task.select_trained(state.params), is_scaled_array),
         checkpoint.meta.get("watchdog"),
     )
     totals = continued_totals(

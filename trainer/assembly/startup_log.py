@@ -63,7 +63,7 @@ def describe_phase(phases: Phases, phase: TrainingPhase) -> list[str]:
         return []
     task, config = phase.task, phase.config
     number = phases.items.index(phase) + 1
-    parameters = param_count(task.model.spec, task.trained)
+    parameters = param_count(task.model.spec, task.select_trained)
     trained = f"{', '.join(task.trainable) or 'all'} ({parameters:,} parameters)"
     precision = config.precision
     rounding = rounding_of(precision.weights, precision.weights_rounding)

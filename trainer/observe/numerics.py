@@ -365,7 +365,7 @@ def stored_gradients(
     """
     model = task.model
     grads, filled_slots = gradients(model, state, batch, step)
-    grads = task.trained(grads)
+    grads = task.select_trained(grads)
     stored = model.store_gradients(grads)
     dtypes = {name: g.dtype for name, g in leaves_by_name(stored).items()}
     uncast = {

@@ -179,8 +179,8 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
 
     def unit_update(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """Return the update at a learning rate of one, BF16, and the gradient norm."""
-        grads = task.trained(grads)
-        params = task.trained(state.params)
+        grads = task.select_trained(grads)
+        params = task.select_trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
         updates, _ = task.optimizer(0).update(
             grads,
@@ -202,7 +202,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
     ) -> jax.Array:
         """Return `losses` after the update at rate `eta`, in the weights' format."""
         params, _ = weights.apply_with_compensation(
-            task.trained(state.params),
+            task.select_trained(state.params),
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
             state.kahan_compensation,
             rounding=model.policy.rounding,

@@ -82,7 +82,7 @@ def describe(
     if w.task.trainable:
         lines.insert(
             1,
-            f"trainable: {param_count(spec, w.task.trained):,} parameters,"
+            f"trainable: {param_count(spec, w.task.select_trained):,} parameters,"
             f" {', '.join(w.task.trainable)}",
         )
     if step is None:

@@ -57,6 +57,6 @@ def rounded_weights(task: TrainTask, exact: Params) -> tuple[Params, Any]:
     """Return FP32 weights as the task stores them, and their Kahan compensation."""
     params = store_weights(exact, task.model.policy)
     compensation = kahan_compensation(
-        task.trained(exact), task.trained(params), task.model.policy
+        task.select_trained(exact), task.select_trained(params), task.model.policy
     )
     return params, compensation

@@ -92,6 +92,6 @@ def enter_phase(
         state = dataclasses.replace(
             state, params=params, scaling=scaling, kahan_compensation=compensation
         )
-    initial_opt_state = task.optimizer().init(task.trained(state.params))
+    initial_opt_state = task.optimizer().init(task.select_trained(state.params))
     state = dataclasses.replace(state, opt_state=initial_opt_state)
     return jax.device_put(state, shardings(state, task.mesh, task.model.roles))

@@ -141,7 +141,7 @@ class OptimizerSetup(NamedTuple):
         a learning rate of 1, such as `scalify_core.optim.scaled_state`. Its `update`
         takes plain and scaled gradients, `accept` (false: the state stays unchanged),
         `grad_norm`, `largest_of` and `leaf_indices`.
-      trained: selects the trained parameters, in nested dictionaries.
+      select_trained: selects the trained parameters, in nested dictionaries.
       store_gradients: casts gradients to the formats in which the optimizer gets them.
       rounding: rounding of narrow weights.
       stacks: small parameters that are updated together. The optimizer updates the
@@ -149,7 +149,7 @@ class OptimizerSetup(NamedTuple):
     """
 
     make_optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
-    trained: Callable[[Any], Any] = _unchanged
+    select_trained: Callable[[Any], Any] = _unchanged
     store_gradients: Callable[[Any], Any] = _unchanged
     rounding: weights.Rounding = "nearest"
     stacks: Stacks = NO_STACKS
@@ -172,7 +172,7 @@ def make_train_step(
       update: the optimizer, the parameters that it updates, and their rounding.
       reductions: reductions over micro-batches and devices.
     """
-    stacks, trained = update.stacks, update.trained
+    stacks, select_trained = update.stacks, update.select_trained
 
     def train_step(
         state: TrainState, batch: Tokens, inputs: StepInputs
@@ -182,7 +182,7 @@ def make_train_step(
         loss, grads, statistics = reductions.gradient(
             loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
-        grads = stacks.stack(update.store_gradients(trained(grads)))
+        grads = stacks.stack(update.store_gradients(select_trained(grads)))
         # Without the barrier XLA computes every gradient again for its square.
         squared_norms = compiler_hints.barrier(
             stacks.each(
@@ -194,7 +194,8 @@ def make_train_step(
         grad_norm = jnp.sqrt(jnp.sum(squared_norms))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        opt_state, params = tree.unpack(state.opt_state), trained(state.params)
+        opt_state = tree.unpack(state.opt_state)
+        params = select_trained(state.params)
         stacked_params = stacks.stack(params)
         updates, new_opt_state = update.make_optimizer(inputs.seed).update(
             grads,

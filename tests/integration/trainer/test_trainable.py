@@ -85,7 +85,9 @@ def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, accum):
     same = {name for name in a if np.array_equal(a[name], b[name])}
     assert same == set(by_name(w.model.roles)) - names
     moments = sum(x.size for x in tree.leaves(after.opt_state) if x.ndim)
-    assert moments == 2 * sum(x.size for x in tree.leaves(w.trained(after.params)))
+    assert moments == 2 * sum(
+        x.size for x in tree.leaves(w.select_trained(after.params))
+    )
 
 
 def test_the_compiled_step_has_no_gradient_of_the_rest():
