@@ -59,7 +59,7 @@ from trainer.step.step import (
     make_train_step,
 )
 from trainer.step.xla_flags import (
-    Kernels,
+    KernelChoice,
     gpu_options,
     has_constant_fp8_scales,
     marked_attention,
@@ -119,7 +119,7 @@ class TrainTask(NamedTuple):
     plain_optimizer: OptimizerFor
     mesh: Mesh
     reduce: GradReduceConfig = GradReduceConfig()
-    kernels: Kernels = Kernels.CACHED
+    kernels: KernelChoice = KernelChoice.CACHED
     trainable: tuple[str, ...] = ()
     diloco: DiLoCoSettings | None = None
 

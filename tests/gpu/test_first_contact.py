@@ -24,7 +24,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import place_batch
-from trainer.step.xla_flags import Kernels, gpu_options
+from trainer.step.xla_flags import KernelChoice, gpu_options
 from trainer.workload import compile_step, first_state
 
 FOR_GPU = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
@@ -44,7 +44,7 @@ def on_cpu(fun, *args):
     return jax.jit(fun)(*jax.device_put(args, cpu))
 
 
-def options(on_gpu, kernels=Kernels.CACHED):
+def options(on_gpu, kernels=KernelChoice.CACHED):
     policy = compose_config(["precision=scalify_fp8_fp16"]).precision.policy
     return gpu_options(policy, kernels) if on_gpu else None
 
@@ -161,7 +161,7 @@ def test_random_bits_and_what_they_round_to_are_those_of_a_cpu(on_gpu):
     assert np.asarray(here).tobytes() == np.asarray(on_cpu(rounded, x)).tobytes()
 
 
-def task(preset, on_gpu, kernels=Kernels.CACHED):
+def task(preset, on_gpu, kernels=KernelChoice.CACHED):
     spec = GPT2Spec(64, 32, n_layer=1, n_head=2, d_model=32)
     if on_gpu:
         spec = GPT2Spec(50257, 1024, n_layer=2, n_head=12, d_model=768)
@@ -212,7 +212,9 @@ def test_every_precision_learns_as_fp32_does(on_gpu, in_fp32, preset):
 
 # on a CPU golden runs have the same bits; it clears the caches that all tests share
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [Kernels.CACHED, Kernels.FIXED][: 1 + FOR_GPU])
+@pytest.mark.parametrize(
+    "kernels", [KernelChoice.CACHED, KernelChoice.FIXED][: 1 + FOR_GPU]
+)
 @pytest.mark.parametrize("preset", ["bf16", "scalify_fp8_fp16"][: 1 + FOR_GPU])
 def test_the_same_steps_give_the_same_bits(on_gpu, preset, kernels):
     """Of two compilations: the second takes over what the first has measured, or

@@ -49,7 +49,7 @@ from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
-from trainer.step.xla_flags import Kernels, check_deterministic
+from trainer.step.xla_flags import KernelChoice, check_deterministic
 from trainer.tasks.choose import choose_tasks
 from trainer.workload import TrainTask, Workload, first_state
 
@@ -122,7 +122,7 @@ def build_task(
         build_optimizer(c.optimizer),
         mesh,
         GradReduceConfig(c.parallel.reduce, c.parallel.deterministic_reduce),
-        Kernels.chosen(c.deterministic, cached=cached),
+        KernelChoice.chosen(c.deterministic, cached=cached),
         c.train.trainable or (),
         diloco,
     )

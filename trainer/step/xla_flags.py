@@ -16,10 +16,11 @@ from typing import Any, Literal
 from trainer.errors import UserError
 from trainer.precision.policy import Policy
 
-Deterministic = Literal["auto", "true", "false"]  # values of the key `deterministic`
+# Values of the key `deterministic`; null is auto.
+Deterministic = Literal["auto", "true", "false"]
 
 
-class Kernels(StrEnum):
+class KernelChoice(StrEnum):
     """The choice of GPU kernels by XLA.
 
     Attributes:
@@ -34,7 +35,9 @@ class Kernels(StrEnum):
     FIXED = "fixed"
 
     @classmethod
-    def chosen(cls, deterministic: Deterministic | None, *, cached: bool) -> "Kernels":
+    def chosen(
+        cls, deterministic: Deterministic | None, *, cached: bool
+    ) -> "KernelChoice":
         """Return the choice for a value of `deterministic`; None is auto.
 
         `cached`: whether there is a compilation cache.
@@ -63,7 +66,7 @@ def takes_any_layout(device: Any) -> bool:
     return major in ("10", "11")
 
 
-def gpu_options(policy: Policy, kernels: Kernels = Kernels.CACHED) -> dict[str, Any]:
+def gpu_options(policy: Policy, kernels: KernelChoice) -> dict[str, Any]:
     """Return the options of XLA's GPU compiler that differ from its defaults."""
     # By default XLA may remove a cast to 16 bits and back to FP32, and with it the
     # rounding.
@@ -73,19 +76,19 @@ def gpu_options(policy: Policy, kernels: Kernels = Kernels.CACHED) -> dict[str, 
         from scalify_core.numerics import compiler_hints
 
         options |= compiler_hints.PRODUCT_OPTIONS
-    if kernels is not Kernels.FASTEST:
+    if kernels is not KernelChoice.FASTEST:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
         # With that flag XLA (jax 0.11.2) removes Triton from the backends of a matmul.
         # It fails for every matmul that it has already lowered to Triton: "No supported
         # config found".
         options["xla_gpu_enable_triton_gemm"] = False
-    if kernels is Kernels.FIXED:
+    if kernels is KernelChoice.FIXED:
         options["xla_gpu_deterministic_ops"] = True  # disables autotuning, too
     return options
 
 
 @contextlib.contextmanager
-def marked_attention(kernels: Kernels) -> Iterator[None]:
+def marked_attention(kernels: KernelChoice) -> Iterator[None]:
     """Lower each backward pass of cuDNN's attention as deterministic.
 
     `gpu_options` demands deterministic kernels. XLA (jax 0.11.2) then marks only the
@@ -94,7 +97,7 @@ def marked_attention(kernels: Kernels) -> Iterator[None]:
     (https://github.com/openxla/xla/pull/46500). Calls that are all marked beforehand
     stay identical.
     """
-    if kernels is Kernels.FASTEST:
+    if kernels is KernelChoice.FASTEST:
         yield
         return
     from jax._src.cudnn import fused_attention_stablehlo as attention
@@ -125,7 +128,7 @@ def check_deterministic(deterministic: Deterministic | None, policy: Policy) -> 
 
 
 def determinism_message(
-    kernels: Kernels,
+    kernels: KernelChoice,
     platform: str,
     cache: str | None,
     *,
@@ -147,18 +150,18 @@ def determinism_message(
             " attention may sum in any order"
         )
     match kernels:
-        case Kernels.FASTEST:
+        case KernelChoice.FASTEST:
             return (
                 "deterministic: no, with deterministic=false: kernels sum in any order,"
                 " and each start measures anew which kernels are the fastest"
             )
-        case Kernels.CACHED:
+        case KernelChoice.CACHED:
             return (
                 f"deterministic: yes (also across resume) while compile_cache={cache}"
                 " is kept, which has the fastest kernels; deterministic=true needs no"
                 " cache, but is slower"
             )
-        case Kernels.FIXED:
+        case KernelChoice.FIXED:
             line = (
                 "deterministic: yes (also across resume, on this kind of GPU with these"
                 " versions)"

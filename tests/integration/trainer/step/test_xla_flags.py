@@ -24,7 +24,7 @@ from trainer.plan.aot import (
 )
 from trainer.plan.targets import get_target
 from trainer.step.nonfinite import first_nonfinite_operation
-from trainer.step.xla_flags import Kernels, gpu_options
+from trainer.step.xla_flags import KernelChoice, gpu_options
 from trainer.workload import (
     Model,
     TrainTask,
@@ -46,28 +46,28 @@ def test_the_key_is_a_word_or_what_yaml_makes_of_it():
 
 def test_auto_measures_only_where_what_it_found_is_cached():
     for key, expected in (
-        ("auto", (Kernels.FIXED, Kernels.CACHED)),
-        (None, (Kernels.FIXED, Kernels.CACHED)),
-        ("true", (Kernels.FIXED, Kernels.FIXED)),
-        ("false", (Kernels.FASTEST, Kernels.FASTEST)),
+        ("auto", (KernelChoice.FIXED, KernelChoice.CACHED)),
+        (None, (KernelChoice.FIXED, KernelChoice.CACHED)),
+        ("true", (KernelChoice.FIXED, KernelChoice.FIXED)),
+        ("false", (KernelChoice.FASTEST, KernelChoice.FASTEST)),
     ):
-        chosen = tuple(Kernels.chosen(key, cached=cached) for cached in (0, 1))
+        chosen = tuple(KernelChoice.chosen(key, cached=cached) for cached in (0, 1))
         assert chosen == expected
 
 
 def test_what_promises_bits_excludes_kernels_without_an_order():
     exclude = "xla_gpu_exclude_nondeterministic_ops"
-    assert exclude not in gpu_options(FP8, Kernels.FASTEST)
-    for kernels in (Kernels.CACHED, Kernels.FIXED):
+    assert exclude not in gpu_options(FP8, KernelChoice.FASTEST)
+    for kernels in (KernelChoice.CACHED, KernelChoice.FIXED):
         options = gpu_options(FP8, kernels)
         assert options[exclude]
         assert not options["xla_gpu_enable_triton_gemm"]
         fixed = options.get("xla_gpu_deterministic_ops", False)
-        assert fixed == (kernels is Kernels.FIXED)
+        assert fixed == (kernels is KernelChoice.FIXED)
         assert options["xla_allow_excess_precision"] is False
 
 
-def small(mesh, kernels=Kernels.CACHED):
+def small(mesh, kernels=KernelChoice.CACHED):
     w = workload("scalify_fp8_fp16", spec=GPT2Spec(512, 128, 1, 1, 128))
     return w._replace(mesh=mesh, kernels=kernels)
 
@@ -133,7 +133,7 @@ def test_a_validation_for_a_gpu_has_the_products_that_its_step_has():
     assert {instructions[gemm.name].shapes[0].dtype for gemm in fp8} == {"f16"}
 
 
-@pytest.mark.parametrize("kernels", [Kernels.CACHED, slow(Kernels.FASTEST)])
+@pytest.mark.parametrize("kernels", [KernelChoice.CACHED, slow(KernelChoice.FASTEST)])
 def test_every_backward_pass_of_attention_says_which_kernel_it_is(kernels):
     """XLA says so of the first of equal calls only, and then fails at the first step of
     a model of several layers: seen on an H100."""
@@ -150,4 +150,4 @@ def test_every_backward_pass_of_attention_says_which_kernel_it_is(kernels):
         calls = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
         marked = ["force_deterministic" in call for call in calls]
         assert marked
-        assert set(marked) == {kernels is not Kernels.FASTEST}
+        assert set(marked) == {kernels is not KernelChoice.FASTEST}

@@ -15,7 +15,11 @@ from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.registry import SPECS
 from trainer.observe.precision_bisect import with_fp32_compute, without_low_precision
 from trainer.report.messages import describe_precision
-from trainer.step.xla_flags import Kernels, check_deterministic, determinism_message
+from trainer.step.xla_flags import (
+    KernelChoice,
+    check_deterministic,
+    determinism_message,
+)
 from trainer.workload import Model
 
 HEADS_OF_128 = ["model=llama_nano", "model.n_head=1", "model.n_kv_head=1"]
@@ -116,9 +120,9 @@ def test_fp8_attention_is_fp8_enough_to_be_required():
 
 def test_a_gpu_run_says_that_its_backward_pass_is_not_deterministic():
     policy = composed("precision=bf16").precision.policy
-    line = determinism_message(Kernels.FIXED, "gpu", None, has_fp8_attention=True)
+    line = determinism_message(KernelChoice.FIXED, "gpu", None, has_fp8_attention=True)
     assert line.startswith("deterministic: no, with precision.attention")
-    line = determinism_message(Kernels.FIXED, "cpu", None, has_fp8_attention=True)
+    line = determinism_message(KernelChoice.FIXED, "cpu", None, has_fp8_attention=True)
     assert line.startswith("deterministic: yes")
     with pytest.raises(UserError, match=f"deterministic=true with {KEY}: XLA"):
         check_deterministic("true", policy)
