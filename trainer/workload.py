@@ -45,9 +45,10 @@ from trainer.precision.arrays import (
 )
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
-from trainer.step.clip_and_decay import OptimizerFor
+from trainer.step.clip_and_decay import optimizer_chain
 from trainer.step.evaluate import make_eval_step
-from trainer.step.moments import stacks_of, store_moments
+from trainer.step.moments import stacks_of, with_moment_storage
+from trainer.step.optimizers import Optimizer
 from trainer.step.stacking import NONE as NO_STACKS
 from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
@@ -104,8 +105,7 @@ class TrainTask(NamedTuple):
 
     Attributes:
       model: in its precision.
-      optimizer_name: of `step.optimizers.OPTIMIZERS`.
-      plain_optimizer: makes it from the parameters' roles, at a learning rate of 1.
+      optimizer_settings: the optimizer; its learning rate is not read.
       mesh: of the devices that the step is compiled for.
       reduce: how gradients are reduced over them.
       kernels: how XLA chooses GPU kernels.
@@ -115,8 +115,7 @@ class TrainTask(NamedTuple):
     """
 
     model: Model
-    optimizer_name: str
-    plain_optimizer: OptimizerFor
+    optimizer_settings: Optimizer
     mesh: Mesh
     reduce: GradReduceConfig = GradReduceConfig()
     kernels: KernelChoice = KernelChoice.CACHED
@@ -145,8 +144,9 @@ class TrainTask(NamedTuple):
           seed: of stochastic rounding; the first state needs none.
           stacks: of the parameters that it is given.
         """
-        plain = self.plain_optimizer(stacks.stack(self.trained_roles))
-        return store_moments(plain, self.optimizer_name, self.model.policy, seed)
+        settings = self.optimizer_settings
+        plain = optimizer_chain(settings, stacks.stack(self.trained_roles))
+        return with_moment_storage(plain, settings.name, self.model.policy, seed)
 
     def stacks(self, params: Params) -> Stacks:
         """Return the small parameters that a step updates together.
@@ -158,7 +158,7 @@ class TrainTask(NamedTuple):
         return stacks_of(
             self.select_trained(params),
             self.trained_roles,
-            self.optimizer_name,
+            self.optimizer_settings.name,
             self.model.policy,
         )
 

@@ -11,7 +11,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
-from trainer.step.clip_and_decay import optimizer_from_roles
+from trainer.step.optimizers import AdamW
 from trainer.step.step import StepInputs
 from trainer.workload import (
     Model,
@@ -21,7 +21,9 @@ from trainer.workload import (
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=1, n_head=2, d_model=32)
 
 
-ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+ADAMW = AdamW(
+    name="adamw", lr=1.0, weight_decay=0.1, clip_norm=1.0, b1=0.9, b2=0.99, eps=1e-8
+)
 
 
 PRESETS = (
@@ -44,8 +46,7 @@ def policy(preset, **changes):
 def workload(preset, devices=1, spec=SPEC, **changes):
     """On several devices the state is split: FP8 kernels are gathered as such."""
     model = Model.make(spec, policy(preset, **changes))
-    optimizer = optimizer_from_roles("adamw", **ADAMW)
-    return TrainTask(model, "adamw", optimizer, make_mesh(1, devices))
+    return TrainTask(model, ADAMW, make_mesh(1, devices))
 
 
 def abstract(w, accum=1):

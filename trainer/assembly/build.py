@@ -44,8 +44,6 @@ from trainer.run.metadata import Totals
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.clip_and_decay import OptimizerFor, optimizer_from_roles
-from trainer.step.optimizers import Optimizer
 from trainer.step.schedule import learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
@@ -88,16 +86,6 @@ def build_model(
     return Model.make(spec, policy, rows)
 
 
-def build_optimizer(c: Optimizer) -> OptimizerFor:
-    """Return a function from roles to the optimizer, at a learning rate of 1.
-
-    The step multiplies its updates by the rate.
-    """
-    settings = dataclasses.asdict(c)
-    del settings["lr"]
-    return optimizer_from_roles(**settings)
-
-
 def build_task(
     c: schema.Config,
     model: Model,
@@ -118,8 +106,7 @@ def build_task(
     check_attention_device(device, model.policy, is_described=is_described)
     task = TrainTask(
         model,
-        c.optimizer.name,
-        build_optimizer(c.optimizer),
+        c.optimizer,
         mesh,
         GradReduceConfig(c.parallel.reduce, c.parallel.deterministic_reduce),
         KernelChoice.chosen(c.deterministic, cached=cached),

@@ -449,7 +449,7 @@ def make_numerics(
       sharpness: adds its figures to the row; None: they are left out.
     """
     model = task.model
-    optimizer = task.optimizer_name
+    optimizer = task.optimizer_settings.name
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     get_gradients = jit(functools.partial(stored_gradients, task))
     measure = jit(tensor_figures, static_argnums=3)

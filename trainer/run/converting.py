@@ -26,7 +26,7 @@ def convert_state(
     params, compensation = rounded_weights(task, exact_weights(state))
     opt_state = jax.jit(
         lambda moments: convert_moments(
-            moments, task.optimizer_name, source, task.model.policy, seed
+            moments, task.optimizer_settings.name, source, task.model.policy, seed
         )
     )(state.opt_state)
     converted = TrainState(

@@ -251,10 +251,11 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
         task = phases.containing(checkpointer.newest() if step is None else step).task
         check_same_model(f"resume={source}", meta["model"], task.model.spec)
         optimizer = saved_config(meta).optimizer.name
-        if optimizer != task.optimizer_name:
+        wanted = task.optimizer_settings.name
+        if optimizer != wanted:
             raise UserError(
                 f"resume={source} was trained with optimizer={optimizer}, whose state"
-                f" is not that of {task.optimizer_name}; set optimizer={optimizer}, or"
+                f" is not that of {wanted}; set optimizer={optimizer}, or"
                 f" take its weights alone: init_from={source}"
             )
         check_same_trainable(source, meta, task)

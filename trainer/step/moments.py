@@ -22,7 +22,7 @@ from trainer.step.stacking import NONE as NO_STACKS
 from trainer.step.stacking import Stacks
 
 
-def store_moments(
+def with_moment_storage(
     tx: optax.GradientTransformation, name: str, policy: Policy, seed: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer, so that a policy decides how it stores moments and computes.
@@ -132,14 +132,15 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
 
     def storage_of(moment: Moment, fmt: FloatFormat) -> optim.Stored:
         rounding: Any = policy.moments_rounding
+        is_second = moment.key == "nu"
         if rounding == "auto":
-            to_nearest = fmt.mantissa_bits >= 10 and not moment.sqrt
+            to_nearest = fmt.mantissa_bits >= 10 and not is_second
             rounding = "nearest" if to_nearest else "stochastic"
         relative = None
         if moment.relative_to in narrow and fmt.mantissa_bits <= 3:
             relative = moment.relative_to
         return optim.Stored(
-            fmt, sqrt=moment.sqrt, rounding=rounding, relative_to=relative
+            fmt, sqrt=is_second, rounding=rounding, relative_to=relative
         )
 
     return {field: storage_of(*narrow[field]) for field in narrow}

@@ -33,9 +33,7 @@ class Moment(NamedTuple):
     Attributes:
       field: its name in the optimizer's state.
       key: the key of `precision` for its storage: mu for a first moment, nu for a
-        second moment.
-      sqrt: whether its square root is stored in a narrow format. Only for moments that
-        are never negative.
+        second moment, whose square root is stored in a narrow format.
       relative_to: the field of the second moment by whose square root this moment is
         divided in FP8; None: it is not divided.
       required: whether every state has it; False: it is absent if no updated parameter
@@ -44,7 +42,6 @@ class Moment(NamedTuple):
 
     field: str
     key: Literal["mu", "nu"]
-    sqrt: bool
     relative_to: str | None = None
     required: bool = True
 
@@ -88,10 +85,11 @@ class Optimizer:
             )
 
     def scale_by(self, roles: Any) -> "optax.GradientTransformation":
-        """Return the transformation at a learning rate of 1.
+        """Return the transformation at a learning rate of 1, without clip and decay.
 
-        It does not clip or decay weights. Its result is subtracted from the parameters,
-        and must be linear in the learning rate. `roles` is a tree like the parameters.
+        Its result, times the learning rate, is subtracted from the parameters: what
+        optax has negated, as in `optax.adafactor`, is negated once more. `roles` is a
+        tree like the parameters.
         """
         raise NotImplementedError
 
@@ -104,8 +102,8 @@ class AdamW(Optimizer):
     b2: ShareBelow1
     eps: Epsilon
     moments = (
-        Moment("mu", "mu", sqrt=False, relative_to="nu"),
-        Moment("nu", "nu", sqrt=True),
+        Moment("mu", "mu", relative_to="nu"),
+        Moment("nu", "nu"),
     )
     elementwise = True
 
@@ -122,7 +120,7 @@ class Lion(Optimizer):
 
     b1: ShareBelow1
     b2: ShareBelow1
-    moments = (Moment("mu", "mu", sqrt=False),)
+    moments = (Moment("mu", "mu"),)
     elementwise = True
 
     def scale_by(self, roles: Any) -> "optax.GradientTransformation":
@@ -146,7 +144,6 @@ class Adafactor(Optimizer):
         import jax
         import optax
 
-        # optax's Adafactor negates; `scale_by` must not.
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +168,7 @@ class SGD(Optimizer):
     """Gradient descent with momentum."""
 
     momentum: ShareBelow1
-    moments = (Moment("trace", "mu", sqrt=False),)
+    moments = (Moment("trace", "mu"),)
     elementwise = True
 
     def scale_by(self, roles: Any) -> "optax.GradientTransformation":
@@ -192,8 +189,8 @@ class Muon(Optimizer):
     b2: ShareBelow1
     eps: Epsilon
     moments = (
-        Moment("mu", "mu", sqrt=False),
-        Moment("nu", "nu", sqrt=True, required=False),  # Adam's alone
+        Moment("mu", "mu"),
+        Moment("nu", "nu", required=False),  # Adam's alone
     )
     unquantized = ("ns_coeffs",)  # coefficients of the Newton-Schulz iteration
 
@@ -228,7 +225,6 @@ class Muon(Optimizer):
             ),
             consistent_rms=0.2,
         )
-        # optax's Muon negates; `scale_by` must not.
         return optax.chain(muon, optax.scale(-1.0))
 
 

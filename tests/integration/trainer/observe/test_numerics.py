@@ -17,7 +17,7 @@ from trainer.observe.numerics import CLASSES, format_name, make_numerics
 from trainer.observe.probe import FIGURES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
-from trainer.step.clip_and_decay import optimizer_from_roles
+from trainer.step.optimizers import Muon
 from trainer.workload import TrainTask, first_state
 
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -124,9 +124,8 @@ def test_size_of_activations_and_of_their_gradients_is_that_of_fp32(preset):
 
 
 def test_moments_are_those_that_the_optimizer_has():
-    settings = {"momentum": 0.9, "b1": 0.9, "b2": 0.99, "eps": 1e-8}
-    muon = optimizer_from_roles("muon", weight_decay=0.1, clip_norm=1.0, **settings)
-    w = TrainTask(workload("fp32").model, "muon", muon, make_mesh(1))
+    muon = Muon("muon", 1.0, 0.1, 1.0, momentum=0.9, b1=0.9, b2=0.99, eps=1e-8)
+    w = TrainTask(workload("fp32").model, muon, make_mesh(1))
     names = [name.split("/")[1:3] for name in numerics_of(w)]
     for kind, expected in (
         ("mu", PARAMETERS),

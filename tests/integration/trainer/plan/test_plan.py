@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from precisions import ADAMW
 
 from trainer.assembly.build import build_model, check_fp8
 from trainer.cli import plan as script
@@ -143,7 +144,7 @@ def test_the_start_of_a_run_reads_the_step_that_it_compiled(flagship, monkeypatc
     monkeypatch.setattr("trainer.assembly.build.Program", lambda text: text)
     overrides = [*TINY, "precision=scalify_fp8_fp16", "train.batch_tokens=256"]
     mesh = make_target_mesh(get_target("h200"), 2, 1)
-    w = TrainTask(flagship.measured.model, "adamw", None, mesh)
+    w = TrainTask(flagship.measured.model, ADAMW, mesh)
     step = SimpleNamespace(as_text=lambda: flagship.measured.compiled.program)
     actual = check_fp8(compose_config(overrides), w, step)
     assert actual.share == flagship.fp8_flop_share

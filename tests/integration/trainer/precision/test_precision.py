@@ -101,14 +101,14 @@ def test_validation_has_the_loss_of_the_step():
 def gradient(preset):
     """The first gradient, from the first moment after the step."""
     state, metrics = take(preset, 1)
-    assert metrics["grad_norm"] < ADAMW["clip_norm"]
+    assert metrics["grad_norm"] < ADAMW.clip_norm
     exact = convert_state(
         workload("fp32"),
         to_checkpoint_form(state),
         workload(preset).model.policy,
         seed=0,
     )
-    return jax.tree.map(lambda x: x / (1 - ADAMW["b1"]), moments(exact, "mu"))
+    return jax.tree.map(lambda x: x / (1 - ADAMW.b1), moments(exact, "mu"))
 
 
 @every_preset

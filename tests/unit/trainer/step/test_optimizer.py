@@ -8,7 +8,7 @@ import pytest
 
 from trainer.models.gpt2.family import FAMILY
 from trainer.models.roles import Role
-from trainer.step.clip_and_decay import optimizer_from_roles
+from trainer.step.clip_and_decay import optimizer_chain
 from trainer.step.optimizers import OPTIMIZERS
 
 
@@ -34,9 +34,9 @@ GRADS = jax.tree.map(
 EPS = np.finfo(np.float32).eps
 
 
-def optimizer(name, decay, clip_norm):
-    settings = {"weight_decay": decay, "clip_norm": clip_norm} | SETTINGS[name]
-    return optimizer_from_roles(name, **settings)
+def optimizer(name, decay, clip_norm, roles=ROLES):
+    settings = OPTIMIZERS[name](name, 1.0, decay, clip_norm, **SETTINGS[name])
+    return optimizer_chain(settings, roles)
 
 
 DECAYS = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": MASK}
@@ -59,18 +59,18 @@ DECAYS = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": MASK}
 def test_updates_times_the_learning_rate_are_those_of_optax(name, theirs):
     lr = 2.0**-7  # a power of two: multiplying by it rounds nothing
     decay = 0.0 if name == "adafactor" else 0.1
-    ours = optimizer(name, decay, 0.5)(ROLES)
+    ours = optimizer(name, decay, 0.5)
     reference = optax.chain(optax.clip_by_global_norm(0.5), theirs(lr))
     a, b = ours.init(PARAMS), reference.init(PARAMS)
     for _ in range(3):
-        actual, a = ours.update(GRADS, a, PARAMS)
+        actual, a = ours.update(GRADS, a, PARAMS, grad_norm=optax.global_norm(GRADS))
         expected, b = reference.update(GRADS, b, PARAMS)
         for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
             np.testing.assert_allclose(lr * x, y, rtol=4 * EPS)
 
 
 def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
-    tx = optimizer("muon", 0.0, 0.0)(ROLES)
+    tx = optimizer("muon", 0.0, 0.0)
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     layer = updates["h"][0]
     singular = np.linalg.svd(layer["c_fc"]["kernel"], compute_uv=False)
@@ -98,10 +98,11 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
     unrolled = {"h": {0: layer, 1: layer}, "wpe": Role("table")}
 
     def updates(grads, params, roles):
-        tx = optimizer(name, 0.1, 1.0)(roles)
+        tx = optimizer(name, 0.1, 1.0, roles)
         state = tx.init(params)
         for _ in range(2):
-            update, state = tx.update(grads, state, params)
+            norm = optax.global_norm(grads)
+            update, state = tx.update(grads, state, params, grad_norm=norm)
         return update
 
     unstack = FAMILY.unstack_layers
