@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trainer.step.state import init_state
+from trainer.step.state import TrainState
 from trainer.step.state_tree import leaf_names
 
 META = {"config": {"seed": 1}, "tracker": "abc"}
@@ -17,7 +17,7 @@ def make_state(seed=0, width=32):
         "wte": jax.random.normal(key, (width, 16)),
         "h": [{"kernel": jnp.full((16, 16), float(seed))}],
     }
-    return init_state(params, optax.adamw(1e-3), key)
+    return TrainState(params, optax.adamw(1e-3).init(params), key)
 
 
 def abstract(tree, sharding=None):

@@ -12,6 +12,7 @@ from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 
 EvalFn = Callable[[TrainState, Tokens], jax.Array]
+MAX_EXPONENT = 700.0  # math.exp raises an error above 709
 
 
 def make_eval_step(
@@ -81,7 +82,7 @@ def evaluate(
     loss = math.fsum(losses) / len(losses)
     row = {
         "val/loss": loss,
-        "val/perplexity": math.exp(min(loss, 700.0)),
+        "val/perplexity": math.exp(min(loss, MAX_EXPONENT)),
         "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
     }
     common_losses = losses[:common_batches]

@@ -70,7 +70,7 @@ def first_nonfinite_operation(
     closed = jax.make_jaxpr(fn)(*args)
     search = _Search(compiler_options)
     try:
-        search.run(closed, jax.tree.leaves(args), "")
+        search.eval_jaxpr(closed, jax.tree.leaves(args), "")
     except _Stop as error:
         return error.finding
     return search.nan_from_infinite
@@ -87,7 +87,7 @@ class _Search:
         self._options = compiler_options
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def run(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
+    def eval_jaxpr(self, jaxpr: Any, args: Sequence[Any], path: str) -> list[Any]:
         """Evaluate a (closed) jaxpr; raise _Stop with a finding."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         last_use = {}
@@ -119,9 +119,9 @@ class _Search:
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             index = int(jnp.clip(inputs[0], 0, len(params["branches"]) - 1))
-            return self.run(params["branches"][index], inputs[1:], path)
+            return self.eval_jaxpr(params["branches"][index], inputs[1:], path)
         if name in CALLED_JAXPR:
-            return self.run(params[CALLED_JAXPR[name]], inputs, path)
+            return self.eval_jaxpr(params[CALLED_JAXPR[name]], inputs, path)
         # Searching a loop iteration by iteration is slow, so it is first evaluated as
         # one operation.
         with eqn.ctx.manager:
@@ -176,7 +176,7 @@ class _Search:
         order = range(params["length"])
         for i in reversed(order) if params["reverse"] else order:
             arguments = [*consts, *carry, *(x[i] for x in xs)]
-            carry = self.run(
+            carry = self.eval_jaxpr(
                 params["jaxpr"], arguments, f"{path}/scan[{i}]".lstrip("/")
             )[: len(carry)]
 
@@ -187,8 +187,8 @@ class _Search:
         cond_consts, inputs = inputs[:n_cond], inputs[n_cond:]
         body_consts, carry = inputs[:n_body], inputs[n_body:]
         i = 0
-        while self.run(params["cond_jaxpr"], [*cond_consts, *carry], path)[0]:
-            carry = self.run(
+        while self.eval_jaxpr(params["cond_jaxpr"], [*cond_consts, *carry], path)[0]:
+            carry = self.eval_jaxpr(
                 params["body_jaxpr"],
                 [*body_consts, *carry],
                 f"{path}/while[{i}]".lstrip("/"),

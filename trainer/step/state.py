@@ -83,16 +83,6 @@ def first_nonfinite_array(state: TrainState) -> str | None:
     return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
 
 
-def init_state(
-    params: Any,
-    optimizer: optax.GradientTransformation,
-    key: jax.Array,
-    scaling: Any = (),
-) -> TrainState:
-    """Return the state before the first step."""
-    return TrainState(params, optimizer.init(params), key, scaling)
-
-
 def to_checkpoint_form(state: TrainState) -> TrainState:
     """Return the state with every scale as an array, replicated over the devices of its
     data.

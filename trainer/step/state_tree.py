@@ -17,12 +17,15 @@ from scalify_core.array.scaled_array import (
 from trainer.errors import UserError
 
 
+def leaf_name(path: Any) -> str:
+    """Return a path of `jax.tree_util` as a name, such as `params/h_0/attn/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def leaf_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """Return the path of every leaf, such as `params/h_0/attn/kernel`, in the order of
-    `jax.tree.leaves`.
-    """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    """Return the name of every leaf, in the order of `jax.tree.leaves`."""
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return [leaf_name(path) for path, _ in with_paths]
 
 
 def subtree_like(tree: Any, like: Any) -> Any:
@@ -98,7 +101,7 @@ def as_saved(like: Any, saved: Description) -> Any:
         return jnp.dtype(saved[name]["dtype"])
 
     def convert(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = leaf_name(path)
         if f"{name}/data" in saved:
             data = jax.ShapeDtypeStruct(
                 leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding
@@ -152,8 +155,9 @@ def check_scales(tree: Any, where: str, advice: str) -> None:
             try:
                 check_powers(np.asarray(x.scale.addressable_data(0)))
             except ValueError as error:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                raise UserError(f"{where}: {name}: {error}; {advice}") from error
+                raise UserError(
+                    f"{where}: {leaf_name(path)}: {error}; {advice}"
+                ) from error
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.step.schedule import learning_rates
 
@@ -39,5 +40,5 @@ def test_wsd_is_stable_until_its_decay():
 
 
 def test_an_unknown_schedule_lists_the_valid_ones():
-    with pytest.raises(UserError, match="wsd"):
-        rates_of("x", 1)
+    with pytest.raises(UserError, match=r"schedule\.name='x' is not .* wsd"):
+        compose_config(["schedule.name=x"])

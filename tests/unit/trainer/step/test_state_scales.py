@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray
-from trainer.step.state import from_checkpoint_form, init_state, to_checkpoint_form
+from trainer.step.state import TrainState, from_checkpoint_form, to_checkpoint_form
 
 
 def test_scales_of_a_state_on_several_devices_come_back():
@@ -24,7 +24,8 @@ def test_scales_of_a_state_on_several_devices_come_back():
     }
     shardings = jax.tree.map(lambda x: split if x.ndim else replicated, params)
     placed = jax.device_put(params, shardings)
-    state = init_state(placed, optax.sgd(1.0, momentum=0.9), jax.random.key(0))
+    moments = optax.sgd(1.0, momentum=0.9).init(placed)
+    state = TrainState(placed, moments, jax.random.key(0))
 
     stored = to_checkpoint_form(from_checkpoint_form(state))
     for i in range(6):
