@@ -22,8 +22,10 @@ from trainer.parallel.distribute import (
     CommConfig,
     GradReduceConfig,
     LossOfState,
+    amax_over,
+    gradient_over,
     loss_over,
-    reductions_over,
+    squared_norms_over,
 )
 from trainer.parallel.layerwise import fsdp_layer_comm
 from trainer.parallel.mesh import replicated
@@ -423,7 +425,9 @@ def lower_step(
             rounding=task.model.policy.rounding,
             stacks=stacks,
         ),
-        reductions_over(task.mesh, comm, task.trained_roles),
+        gradient=gradient_over(task.mesh, comm),
+        squared_norms=squared_norms_over(task.mesh, task.trained_roles),
+        amax=amax_over(task.mesh, comm.roles),
     )
     if task.diloco is not None:
         step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states

@@ -55,7 +55,6 @@ from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
 from trainer.step.step import (
     GradientFn,
-    StepReductions,
     Tokens,
     mean_gradient,
     squared_norms_of_arrays,
@@ -249,6 +248,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
     With `fsdp` the gradient of every micro-batch is reduce-scattered, so that a device
     keeps only its shard. Without `fsdp` the sum over micro-batches is reduced once.
     """
+    if devices_of_replica(mesh) == 1:
+        return mean_gradient
     reduce_micro_batches = mesh.shape["fsdp"] > 1
 
     def gradient(
@@ -302,19 +303,6 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
         )(params, scaling, batch, keys_AxB)
 
     return gradient
-
-
-def reductions_over(mesh: Mesh, comm: CommConfig, trained_roles: Any) -> StepReductions:
-    """Return the reductions of a train step over the devices of a mesh.
-
-    `trained_roles` are the roles of the trained parameters; the norms are those of
-    their gradients.
-    """
-    gradient: GradientFn = mean_gradient
-    if devices_of_replica(mesh) > 1:
-        gradient = gradient_over(mesh, comm)
-    squared_norms = squared_norms_over(mesh, trained_roles)
-    return StepReductions(gradient, squared_norms, amax_over(mesh, comm.roles))
 
 
 def rounding_seed(keys_B: jax.Array) -> jax.Array:

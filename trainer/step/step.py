@@ -16,9 +16,8 @@ import optax
 from scalify_core import tree, weights
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
-from scalify_core.optim import AmaxFn, largest_of_arrays
+from scalify_core.optim import AmaxFn
 from trainer.precision.gradients import Differentiate, ValueAndGrad
-from trainer.step.stacking import NONE as NO_STACKS
 from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
@@ -81,21 +80,24 @@ def mean_gradient(
     """
     micro_batches = batch.tokens_AxBxT1.shape[0]
 
-    def micro_gradient(micro: Tokens, keys_B: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def micro_gradient(
+        micro_and_keys: tuple[Tokens, jax.Array],
+    ) -> tuple[jax.Array, Any, Any]:
+        micro, keys_B = micro_and_keys
         return value_and_grad(params, scaling, *micro, keys_B)
 
-    first_micro = jax.tree.map(lambda x: x[0], batch), keys_AxB[0]
+    first = jax.tree.map(lambda x: x[0], (batch, keys_AxB))
     if micro_batches == 1:
-        return micro_gradient(*first_micro)
+        return micro_gradient(first)
 
-    def add(total: Any, micro: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
-        loss, grads, statistics = micro_gradient(*micro)
+    def add(total: Any, micro_and_keys: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
+        loss, grads, statistics = micro_gradient(micro_and_keys)
         mean = jax.tree.map(
             lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads))
         )
         return (*mean, jax.tree.map(jnp.maximum, total[2], statistics)), None
 
-    shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(*first_micro)))
+    shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(first)))
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
@@ -108,29 +110,6 @@ def first_true(flags: jax.Array) -> jax.Array:
 def squared_norms_of_arrays(grads: Any) -> jax.Array:
     """Return the squared norm of each array of a tree, FP32 [number of arrays]."""
     return sums_of_squares(tree.leaves(grads))
-
-
-class StepReductions(NamedTuple):
-    """Reductions over micro-batches and devices; the defaults are for one device.
-
-    `trainer.parallel.distribute.reductions_over` has those of a mesh.
-
-    Attributes:
-      gradient: the mean gradient.
-      squared_norms: the squared norm of each gradient, FP32 [number of arrays].
-      amax: the largest magnitude of each moment.
-    """
-
-    gradient: GradientFn = mean_gradient
-    squared_norms: Callable[[Any], jax.Array] = squared_norms_of_arrays
-    amax: AmaxFn = largest_of_arrays
-
-
-ONE_DEVICE = StepReductions()
-
-
-def _unchanged(params: Any) -> Any:
-    return params
 
 
 class OptimizerSetup(NamedTuple):
@@ -149,16 +128,19 @@ class OptimizerSetup(NamedTuple):
     """
 
     make_optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
-    select_trained: Callable[[Any], Any] = _unchanged
-    store_gradients: Callable[[Any], Any] = _unchanged
-    rounding: weights.Rounding = "nearest"
-    stacks: Stacks = NO_STACKS
+    select_trained: Callable[[Any], Any]
+    store_gradients: Callable[[Any], Any]
+    rounding: weights.Rounding
+    stacks: Stacks
 
 
 def make_train_step(
     loss_gradient: Differentiate,
-    update: OptimizerSetup,
-    reductions: StepReductions = ONE_DEVICE,
+    setup: OptimizerSetup,
+    *,
+    gradient: GradientFn,
+    squared_norms: Callable[[Any], jax.Array],
+    amax: AmaxFn,
 ) -> StepFn:
     """Return the pure function `(state, batch, inputs) -> (state, metrics)`.
 
@@ -169,41 +151,45 @@ def make_train_step(
 
     Args:
       loss_gradient: the loss and its gradient in the run's precision.
-      update: the optimizer, the parameters that it updates, and their rounding.
-      reductions: reductions over micro-batches and devices.
+      setup: the optimizer, the parameters that it updates, and their rounding.
+      gradient: the mean gradient over micro-batches and devices, such as
+        `mean_gradient`.
+      squared_norms: the squared norm of each gradient, FP32 [number of arrays], such as
+        `squared_norms_of_arrays`.
+      amax: the largest magnitude of each moment, such as `optim.largest_of_arrays`.
     """
-    stacks, select_trained = update.stacks, update.select_trained
+    stacks, select_trained = setup.stacks, setup.select_trained
 
     def train_step(
         state: TrainState, batch: Tokens, inputs: StepInputs
     ) -> tuple[TrainState, Metrics]:
         # Keys depend on the step number alone: a resumed run has the same dropout.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, inputs.step), batch)
-        loss, grads, statistics = reductions.gradient(
+        loss, grads, statistics = gradient(
             loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
-        grads = stacks.stack(update.store_gradients(select_trained(grads)))
+        grads = stacks.stack(setup.store_gradients(select_trained(grads)))
         # Without the barrier XLA computes every gradient again for its square.
-        squared_norms = compiler_hints.barrier(
+        squares = compiler_hints.barrier(
             stacks.each(
                 weights.wide(grads),
-                of_arrays=reductions.squared_norms,
+                of_arrays=squared_norms,
                 of_rows=squares_of_rows,
             )
         )
-        grad_norm = jnp.sqrt(jnp.sum(squared_norms))
+        grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         opt_state = tree.unpack(state.opt_state)
         params = select_trained(state.params)
         stacked_params = stacks.stack(params)
-        updates, new_opt_state = update.make_optimizer(inputs.seed).update(
+        updates, new_opt_state = setup.make_optimizer(inputs.seed).update(
             grads,
             stacks.stack(opt_state),
             stacked_params,
             accept=finite,
             grad_norm=grad_norm,
-            largest_of=reductions.amax,
+            largest_of=amax,
             # Random bits depend on a leaf's index. A row of a stack gets the index that
             # its leaf has without stacks. The moments are in `inner_state` of the state
             # of `scaled_state`.
@@ -218,7 +204,7 @@ def make_train_step(
             stacked_params,
             updates,
             stacks.stack(state.kahan_compensation),
-            rounding=update.rounding,
+            rounding=setup.rounding,
             seed=inputs.seed,
             step=inputs.step,
             accept=finite,
@@ -235,7 +221,7 @@ def make_train_step(
             "loss": loss,
             "grad_norm": grad_norm,
             "finite": finite,
-            "bad_leaf": first_true(~jnp.isfinite(squared_norms)),
+            "bad_leaf": first_true(~jnp.isfinite(squares)),
         }
 
     return train_step

@@ -21,8 +21,8 @@ from trainer.parallel.distribute import (
     GradReduceConfig,
     amax_over,
     gather,
+    gradient_over,
     reduce_gradients,
-    reductions_over,
     squared_norms_over,
 )
 from trainer.parallel.mesh import make_mesh, place_batch
@@ -73,9 +73,8 @@ def gradient(sizes, accum):
     @jax.jit
     def of(params, batch, key):
         keys = sequence_keys(key, batch)
-        reductions = reductions_over(w.mesh, w.comm, w.trained_roles)
-        reduced = reductions.gradient(value_and_grad, params, (), batch, keys)
-        return reduced[:2]
+        mean_gradient = gradient_over(w.mesh, w.comm)
+        return mean_gradient(value_and_grad, params, (), batch, keys)[:2]
 
     state = first_state(w, seed=0)
     return jax.device_get(of(state.params, batch, state.key))

@@ -10,7 +10,7 @@ from trainer.compiled.hlo import Program
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
-from trainer.parallel.distribute import GradReduceConfig, reductions_over
+from trainer.parallel.distribute import GradReduceConfig, gradient_over
 from trainer.parallel.mesh import abstract_batch, make_mesh, place_batch
 from trainer.step.step import sequence_keys
 from trainer.workload import first_state, jitted_eval_step, lower_step
@@ -44,10 +44,8 @@ def gradients(task, accum, *, by_layer):
     @jax.jit
     def step(params, scaling, batch, key):
         keys = sequence_keys(key, batch)
-        reductions = reductions_over(task.mesh, comm, task.trained_roles)
-        return reductions.gradient(
-            differentiate.value_and_grad, params, scaling, batch, keys
-        )
+        mean_gradient = gradient_over(task.mesh, comm)
+        return mean_gradient(differentiate.value_and_grad, params, scaling, batch, keys)
 
     state = first_state(task, seed=0)
     return jax.device_get(step(state.params, state.scaling, batch, state.key))
