@@ -51,8 +51,7 @@ from trainer.step.clip_and_decay import optimizer_chain
 from trainer.step.evaluate import make_eval_step
 from trainer.step.moments import stacks_of, with_moment_storage
 from trainer.step.optimizers import Optimizer
-from trainer.step.stacking import NONE as NO_STACKS
-from trainer.step.stacking import Stacks
+from trainer.step.stacking import NO_STACKS, Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
 from trainer.step.step import (

@@ -18,8 +18,7 @@ from trainer.step.optimizers import (
     Optimizer,
     check_moments,
 )
-from trainer.step.stacking import NONE as NO_STACKS
-from trainer.step.stacking import Stacks
+from trainer.step.stacking import NO_STACKS, Stacks
 
 
 def with_moment_storage(

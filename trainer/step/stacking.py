@@ -12,6 +12,7 @@ each row, and the others by None. Elementwise results are the same, bit for bit.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class Stacks(NamedTuple):
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
         structure = structure_of(tree)
-        blocks = itertools.chain(*map(_even, groups.values()))
+        blocks = itertools.chain(*map(_split_evenly, groups.values()))
         return cls(structure, tuple(block for block in blocks if len(block) > 1))
 
     def stack(self, tree: Any) -> Any:
@@ -70,10 +71,10 @@ class Stacks(NamedTuple):
         different kind or dtype become a plain stack in FP32.
         """
 
-        def stacked(tree: Any) -> Any:
-            subtree_leaves = leaves(tree)
+        def stack_subtree(subtree: Any) -> Any:
+            subtree_leaves = leaves(subtree)
             for first, *others in self.groups:
-                subtree_leaves[first] = _stacked(
+                subtree_leaves[first] = _stack_leaves(
                     [subtree_leaves[i] for i in (first, *others)]
                 )
                 for i in others:
@@ -81,9 +82,9 @@ class Stacks(NamedTuple):
             return self.structure.unflatten(subtree_leaves)
 
         return jax.tree.map(
-            lambda x: stacked(x) if self._is_tree(x) else x,
+            lambda x: stack_subtree(x) if self._has_structure(x) else x,
             tree,
-            is_leaf=self._is_leaf,
+            is_leaf=self._stop_at,
         )
 
     def leaf_indices(self, tree: Any) -> Any:
@@ -102,9 +103,11 @@ class Stacks(NamedTuple):
         `like` is the tree before stacking; new ScaledArrays take its static scales.
         """
         outer: Any
-        subtrees, outer = jax.tree.flatten(like, is_leaf=self._is_leaf)
+        subtrees, outer = jax.tree.flatten(like, is_leaf=self._stop_at)
         return outer.unflatten(
-            self._unstacked(part, subtree) if self._is_tree(subtree) else part
+            self._unstack_subtree(part, subtree)
+            if self._has_structure(subtree)
+            else part
             for part, subtree in zip(outer.flatten_up_to(tree), subtrees, strict=True)
         )
 
@@ -130,18 +133,18 @@ class Stacks(NamedTuple):
         ]
         return jnp.concatenate(numbers)[np.argsort([*alone, *rows])]
 
-    def _is_tree(self, x: Any) -> bool:
+    def _has_structure(self, x: Any) -> bool:
         return bool(self.groups) and structure_of(x) == self.structure
 
-    def _is_leaf(self, x: Any) -> bool:
+    def _stop_at(self, x: Any) -> bool:
         """Return whether not to take a node apart.
 
         Building a ScaledArray anew would lose the knowledge of its scale.
         """
-        return is_scaled_array(x) or self._is_tree(x)
+        return is_scaled_array(x) or self._has_structure(x)
 
-    def _unstacked(self, tree: Any, like: Any) -> Any:
-        parts, originals = self.structure.flatten_up_to(tree), leaves(like)
+    def _unstack_subtree(self, subtree: Any, like: Any) -> Any:
+        parts, originals = self.structure.flatten_up_to(subtree), leaves(like)
         for group in self.groups:
             rows = _rows(parts[group[0]], [originals[i] for i in group])
             for i, row in zip(group, rows, strict=True):
@@ -149,19 +152,20 @@ class Stacks(NamedTuple):
         return self.structure.unflatten(parts)
 
 
-NONE = Stacks()
-OPERANDS = 90  # most rows of a stack: XLA gives a kernel some 96 operands
+NO_STACKS = Stacks()
+MAX_ROWS = 90  # of a stack: XLA gives a kernel some 96 operands
 
 
-def _even(group: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """Split into nearly equal parts of at most `OPERANDS`.
+def _split_evenly(group: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Split into nearly equal parts of at most `MAX_ROWS`.
 
     XLA takes the rows of a larger stack one by one, a kernel each.
     """
-    return itertools.batched(group, -(-len(group) // -(-len(group) // OPERANDS)))
+    parts = math.ceil(len(group) / MAX_ROWS)
+    return itertools.batched(group, math.ceil(len(group) / parts))
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
+def _stack_leaves(parts: Sequence[Any]) -> Any:
     if all(type(x) is int for x in parts):
         return np.array(parts)
     if not hasattr(parts[0], "ndim"):
@@ -169,8 +173,8 @@ def _stacked(parts: Sequence[Any]) -> Any:
     if len({(is_scaled_array(x), x.dtype) for x in parts}) > 1:
         parts = [wide(x) for x in parts]
     if not is_scaled_array(parts[0]):
-        return _one_array(parts)
-    data, scales = _one_array([x.data for x in parts]), [x.scale for x in parts]
+        return _stack_arrays(parts)
+    data, scales = _stack_arrays([x.data for x in parts]), [x.scale for x in parts]
     is_static = all(x.is_static for x in parts)
     scale: Any = (
         np.array(scales, np.float32)
@@ -180,9 +184,9 @@ def _stacked(parts: Sequence[Any]) -> Any:
     return ScaledArray(data, scale.reshape(-1, *[1] * (data.ndim - 1)))
 
 
-def _one_array(parts: Sequence[jax.Array]) -> jax.Array:
-    # Without the barrier a kernel would write where it reads the parts, and the parts
-    # would be copied first. And on CUDA each row would be a kernel.
+def _stack_arrays(parts: Sequence[jax.Array]) -> jax.Array:
+    # Without the barrier XLA fuses the stack with the in-place update, and must first
+    # copy the parts. On CUDA each row would be a kernel, too.
     return compiler_hints.barrier(jnp.stack(parts))
 
 

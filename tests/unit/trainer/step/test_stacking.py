@@ -14,7 +14,7 @@ from scalify_core import ScaledArray
 from scalify_core.numerics.formats import E4M3, E5M2
 from scalify_core.optim import scaled_state
 from scalify_core.optim.weights import LARGE, apply_updates
-from trainer.step.stacking import NONE, Stacks
+from trainer.step.stacking import NO_STACKS, Stacks
 
 SHAPES = {"a": (12,), "b": (5, 12), "c": (12,), "d": (7,), "e": (12,), "f": (7,)}
 SHAPES |= {"g": (LARGE,)}
@@ -67,7 +67,7 @@ def test_a_step_on_stacks_is_bitwise_the_step_on_each_array(accept):
 
     one_by_one, together = (
         jax.jit(functools.partial(step_on, s, tx, accept=accept))
-        for s in (NONE, stacks)
+        for s in (NO_STACKS, stacks)
     )
     actual = expected = params, tx.init(params)
     for i in range(3):
