@@ -61,20 +61,24 @@ def with_moment_storage(
 def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
     """Return the small parameters that the optimizer `name` updates together.
 
-    There are none if the optimizer is not elementwise. There are none in FP32 either:
-    an update without rounding is cheap, and arrays of one shape share a kernel. Nor are
-    there any for a propagated update: it computes one scale for each array, but a stack
-    has one for each row.
-
     `params` may be shapes.
     """
-    is_narrow = policy.weights != "fp32" or any(
-        getattr(policy, key) != "fp32" for key in MOMENT_KEYS
-    )
-    if not (OPTIMIZERS[name].elementwise and is_narrow) or policy.propagated_update:
+    if not OPTIMIZERS[name].elementwise:
         return NO_STACKS
-    # Weight decay applies to matrices only, so matrices have separate stacks.
+    # A propagated update computes a scale for each array; a stack has one for each row.
+    if policy.propagated_update:
+        return NO_STACKS
+    # An update without rounding is cheap, and arrays of one shape share a kernel.
+    stored = (policy.weights, *(getattr(policy, key) for key in MOMENT_KEYS))
+    if set(stored) == {"fp32"}:
+        return NO_STACKS
+    # A vector whose role is that of a matrix decays, and needs a stack of its own.
     return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))
+
+
+def fields_of(path: Any) -> list[str]:
+    """Return the names of the fields on a path of an optimizer's state."""
+    return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 
 def check_state_fields(name: str, entry: type[Optimizer], state: Any) -> None:
@@ -84,10 +88,8 @@ def check_state_fields(name: str, entry: type[Optimizer], state: Any) -> None:
     float_fields = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            fields = [
-                key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)
-            ]
-            float_fields.add(fields[-1] if fields else jax.tree_util.keystr(path))
+            fields = fields_of(path) or [jax.tree_util.keystr(path)]
+            float_fields.add(fields[-1])
     moments = {moment.field for moment in entry.moments}
     for field in sorted(float_fields - moments - set(entry.unquantized)):
         raise UserError(
@@ -110,12 +112,9 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
     It is the argument `fields` of `scalify_core.optim.scaled_state`. Moments that the
     state lacks, or that are FP32, are left out. `state` may be shapes.
     """
-    present = {
-        key.name
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-        for key in path
-        if isinstance(key, jax.tree_util.GetAttrKey)
-    }
+    present: set[str] = set()
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        present.update(fields_of(path))
     formats = {key: FloatFormat.parse(getattr(policy, key)) for key in MOMENT_KEYS}
     narrow = {
         moment.field: (moment, formats[moment.key])
@@ -146,10 +145,10 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
 
 
 def convert_moments(
-    state: Any, name: str, source: Policy, policy: Policy, seed: int
+    state: Any, name: str, old_policy: Policy, new_policy: Policy, seed: int
 ) -> Any:
-    """Convert an optimizer's state from the storage of `source` to that of `policy`."""
-    wide = optim.wide_state(state, fields=storage_by_field(name, source, state))
+    """Convert an optimizer's state from the storage of one policy to another's."""
+    wide = optim.wide_state(state, fields=storage_by_field(name, old_policy, state))
     return optim.narrow_state(
-        wide, seed=seed, fields=storage_by_field(name, policy, state)
+        wide, seed=seed, fields=storage_by_field(name, new_policy, state)
     )

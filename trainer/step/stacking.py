@@ -60,8 +60,8 @@ class Stacks(NamedTuple):
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
         structure = structure_of(tree)
-        blocks = itertools.chain(*map(_split_evenly, groups.values()))
-        return cls(structure, tuple(block for block in blocks if len(block) > 1))
+        parts = itertools.chain(*map(_split_evenly, groups.values()))
+        return cls(structure, tuple(part for part in parts if len(part) > 1))
 
     def stack(self, tree: Any) -> Any:
         """Return `tree` with stacks, in all its subtrees that have the structure.
@@ -73,11 +73,11 @@ class Stacks(NamedTuple):
 
         def stack_subtree(subtree: Any) -> Any:
             subtree_leaves = leaves(subtree)
-            for first, *others in self.groups:
-                subtree_leaves[first] = _stack_leaves(
-                    [subtree_leaves[i] for i in (first, *others)]
+            for group in self.groups:
+                subtree_leaves[group[0]] = _stack_leaves(
+                    [subtree_leaves[i] for i in group]
                 )
-                for i in others:
+                for i in group[1:]:
                     subtree_leaves[i] = None
             return self.structure.unflatten(subtree_leaves)
 
