@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from scalify_core.array.scaled_array import is_scaled_array
-from trainer.cli.composing import split_arguments
 from trainer.cli.train import SIGNAL_EXIT_CODES
+from trainer.cli.training_keys import split_arguments
 from trainer.config.composition import (
     Sweep,
     compose_config,

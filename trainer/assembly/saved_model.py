@@ -15,9 +15,9 @@ import jax
 from trainer.assembly.build import build_model, build_workload
 from trainer.assembly.data import at_start_directory
 from trainer.config import schema
-from trainer.config.continuing import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.fields import to_tree
 from trainer.config.phases import phase_at, precisions_until
+from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.arguments import argument, check_at_least
-from trainer.cli.composing import run_with_training_keys
+from trainer.cli.training_keys import run_with_training_keys
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_text

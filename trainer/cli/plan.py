@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_with_training_keys, split_arguments
+from trainer.cli.training_keys import run_with_training_keys, split_arguments
 from trainer.config.combinations import check_micro_batch
 from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_with_data_keys
+from trainer.cli.training_keys import run_with_data_keys
 from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest

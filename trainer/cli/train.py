@@ -38,7 +38,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.arguments import asks_for_help, run_main, without_dashes, wrapped
-from trainer.cli.composing import training_help, training_keys
+from trainer.cli.training_keys import training_help, training_keys
 from trainer.config.composition import (
     CONFIGS,
     Sweep,
@@ -49,8 +49,8 @@ from trainer.config.composition import (
     long_forms,
     resolved_yaml,
 )
-from trainer.config.continuing import CommandLine, with_saved
 from trainer.config.fields import flatten, to_tree
+from trainer.config.resume import CommandLine, with_saved
 from trainer.config.schema import Config
 from trainer.errors import UserError, complain, leave, run_and_flush
 from trainer.run.allocator import keep_freed_memory

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.cli.arguments import argument
-from trainer.cli.composing import run_with_data_keys
 from trainer.cli.prepare_data import text_settings
+from trainer.cli.training_keys import run_with_data_keys
 from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL

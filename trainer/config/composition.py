@@ -18,12 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import hub, inherited
 from trainer.config.combinations import validate
-from trainer.config.continuing import CONFIGS, CommandLine, continue_run, with_saved
 from trainer.config.fields import check_groups, converted, flatten, from_tree
-from trainer.config.own_file import over_defaults
 from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
+from trainer.config.resume import CONFIGS, CommandLine, continue_run, with_saved
 from trainer.config.schema import Config
+from trainer.config.user_file import over_defaults
 from trainer.errors import UserError
 from trainer.text import key_of, nearest, without_braces
 

@@ -22,7 +22,7 @@ from trainer.config.composition import (
     explain,
     long_forms,
 )
-from trainer.config.continuing import CONFIGS
+from trainer.config.resume import CONFIGS
 from trainer.config.schema import Config
 from trainer.errors import UserError
 

@@ -21,8 +21,8 @@ from trainer.config.composition import (
     compose_config,
     expand_arguments,
 )
-from trainer.config.continuing import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.fields import from_saved, from_tree, to_tree
+from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.text import override

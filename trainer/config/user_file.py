@@ -12,9 +12,9 @@ from typing import Any
 
 from trainer.bounds import annotations
 from trainer.config import hub
-from trainer.config.continuing import CommandLine, overlaps, set_keys
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
+from trainer.config.resume import CommandLine, overlaps, set_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import path_of, read_mapping
