@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from trainer.errors import UserError
-from trainer.text import nearest
+from trainer.text import as_typed, nearest
 
 
 @dataclass(frozen=True)
@@ -126,5 +126,6 @@ def annotations(cls: type) -> dict[str, Any]:
 def _choose(names: Collection[str], value: Any, path: str) -> None:
     if value not in names:
         raise UserError(
-            f"{path}={value!r} is not a choice; {nearest(str(value), list(names))}"
+            f"{path}={as_typed(value)} is not a choice;"
+            f" {nearest(str(value), list(names))}"
         )

@@ -91,6 +91,28 @@ def override(key: str, value: object) -> str:
     return shlex.quote(f"{key}={text}")
 
 
+def as_typed(value: Any) -> str:
+    """Return a value of the configuration as it is typed behind `key=`.
+
+    Example:
+      >>> as_typed({"until": None, "trainable": ["a", "b"]})
+      '{until:null,trainable:[a,b]}'
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{','.join(map(as_typed, value))}]"
+        case Mapping():
+            pairs = (f"{key}:{as_typed(item)}" for key, item in value.items())
+            return f"{{{','.join(pairs)}}}"
+        case str() if not value.isprintable() or value != value.strip() or not value:
+            return repr(value)
+    return str(value)
+
+
 def unquoted(value: str) -> str:
     """Return the text of an override's value, without the quotes that Hydra reads."""
     for quote in ("'", '"'):

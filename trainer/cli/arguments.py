@@ -68,12 +68,11 @@ def split(text: str) -> list[str]:
 
 
 def check_at_least(arguments: object, **bounds: int) -> None:
-    """Raise UserError for an argument that is less than its bound."""
+    """Raise UserError for an argument that is less than its bound, and not null."""
     for name, bound in bounds.items():
-        if getattr(arguments, name) < bound:
-            raise UserError(
-                f"{name}={getattr(arguments, name)}: expected {bound} or more"
-            )
+        value = getattr(arguments, name)
+        if value is not None and value < bound:
+            raise UserError(f"{name}={value}: expected {bound} or more")
 
 
 def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:

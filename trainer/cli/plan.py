@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.cli.arguments import argument
+from trainer.cli.arguments import argument, check_at_least
 from trainer.cli.training_keys import run_with_training_keys, split_arguments
 from trainer.config.combinations import check_micro_batch
 from trainer.config.composition import compose_config, expand_arguments
@@ -96,6 +96,7 @@ def make_plan(
     on_first_plan: "Callable[[Plan], None]" = lambda plan: None,
 ) -> "Plan":
     """Return the plan; `on_first_plan` gets it after the first compilation."""
+    check_at_least(args, micro_batch=0)
     target = get_target(args.target)
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
     if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.cli.arguments import argument
+from trainer.cli.arguments import argument, check_at_least
 from trainer.cli.prepare_data import text_settings
 from trainer.cli.training_keys import run_with_data_keys
 from trainer.data import PreparedSource, Source
@@ -140,6 +140,7 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
 
 def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Train, write, and show how the tokenizer is used."""
+    check_at_least(args, max_chars=1)
     from trainer.assembly.data import build_source
 
     data_config = text_settings(overrides)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from trainer.bounds import Variants, annotations, check
 from trainer.config.renamed import new_name, renamed_keys
 from trainer.errors import UserError
-from trainer.text import nearest
+from trainer.text import as_typed, nearest
 
 
 def from_saved(cls: type, tree: Any) -> Any:
@@ -81,7 +81,7 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
       UserError: a key or a value is not valid.
     """
     if not isinstance(tree, Mapping):
-        raise UserError(f"{path}: expected a group of keys, found {tree!r}")
+        raise UserError(f"{path}: expected a group of keys, found {as_typed(tree)}")
     hints = annotations(cls)
     prefix = f"{path}." if path else ""
     for key in tree:
@@ -183,8 +183,8 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UserError(
-                f"{path}={value!r}: expected a list of {args[0].__name__}, such as"
-                f" {path}=[a,b]"
+                f"{path}={as_typed(value)}: expected a list of"
+                f" {_describe_list(args[0], path)}"
             )
         return tuple(converted(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     # Python's True is an int, but `true` is no number of a configuration.
@@ -197,7 +197,7 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
         _check_text(value, path)
     if type(value) is not hint:
         raise UserError(
-            f"{path}={value!r}: expected {_type_name(hint)}, found"
+            f"{path}={as_typed(value)}: expected {_type_name(hint)}, found"
             f" {_type_name(type(value))}"
         )
     return value
@@ -216,7 +216,7 @@ def check_groups(cls: type, tree: Mapping[str, Any]) -> None:
     for key, hint in annotations(cls).items():
         is_group = dataclasses.is_dataclass(hint) or _variants(hint) is not None
         if is_group and not isinstance(tree.get(key, {}), Mapping):
-            raise UserError(f"{key}={tree[key]!r}: expected a group of keys")
+            raise UserError(f"{key}={as_typed(tree[key])}: expected a group of keys")
 
 
 def _variant(variants: Variants, value: Any, path: str) -> Any:
@@ -225,18 +225,35 @@ def _variant(variants: Variants, value: Any, path: str) -> Any:
     if not isinstance(name, str) or name not in variants.classes:
         key = path if variants.key == "name" else f"{path}.{variants.key}"
         raise UserError(
-            f"{key}={name!r} is not a choice;"
+            f"{key}={as_typed(name)} is not a choice;"
             f" {nearest(str(name), list(variants.classes))}"
         )
     return from_tree(variants.classes[name], value, path, f" of {name}")
 
 
 def _type_name(hint: Any) -> str:
+    """Return the name of a type of values, for messages."""
     names: dict[Any, str] = {
         int: "a whole number",
         float: "a number",
         bool: "true or false",
         str: "text",
+        list: "a list",
+        dict: "a group of keys",
         type(None): "nothing (null)",
     }
     return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _describe_list(item: Any, path: str) -> str:
+    """Describe a list of items of the annotation `item`, for messages."""
+    if typing.get_origin(item) is Annotated:
+        item = typing.get_args(item)[0]
+    lists: dict[Any, str] = {
+        int: f"whole numbers, such as {path}=[1,2]",
+        float: f"numbers, such as {path}=[0.5,2]",
+        str: f"texts, such as {path}=[a,b]",
+    }
+    if dataclasses.is_dataclass(item):
+        return f"groups of keys, such as {path}=[{{key:value}},{{key:value}}]"
+    return lists.get(item, f"lists, such as {path}=[[1,2],[3,4]]")

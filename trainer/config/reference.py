@@ -25,6 +25,7 @@ from trainer.config.composition import (
 from trainer.config.resume import CONFIGS
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.text import as_typed
 
 LINE = re.compile(
     r"(?P<indent> *)(?P<entry>- )?(?P<key>[\w/@]+)(:|(?=\s+#))"
@@ -197,20 +198,3 @@ def _variant_of(hint: Any, values: Mapping[str, Any]) -> Any:
             name = values.get(extra.key)
             return extra.classes.get(str(name), typing.get_args(hint)[0])
     return hint
-
-
-def as_typed(value: Any) -> str:
-    """Return a value as the user types it behind `key=`."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case list() | tuple():
-            return f"[{','.join(map(as_typed, value))}]"
-        case Mapping():
-            pairs = (f"{key}:{as_typed(item)}" for key, item in value.items())
-            return f"{{{','.join(pairs)}}}"
-        case str() if value != value.strip() or not value:
-            return repr(value)
-    return str(value)

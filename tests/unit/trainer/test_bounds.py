@@ -70,7 +70,7 @@ def test_a_value_that_is_no_choice_is_answered_with_the_nearest_one(hint):
     with pytest.raises(
         UserError,
         match=(
-            r"^model\.mlp='gelo' is not a choice; did you mean 'gelu'\? Valid:"
+            r"^model\.mlp=gelo is not a choice; did you mean 'gelu'\? Valid:"
             r" gelu, swi"
         ),
     ):

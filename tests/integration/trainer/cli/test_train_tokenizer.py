@@ -70,6 +70,8 @@ def test_bad_input_is_one_line(text, tmp_path, capsys):
 
     out = f"out={tmp_path / 'x'}"
     assert "expected 257" in said(*text, "vocab_size=200", out)
+    few = said(*text, "vocab_size=300", "max_chars=-1", out)
+    assert "max_chars=-1: expected 1 or more" in few
     nothing = ["data=text", f"data.paths=[{tmp_path / 'nothing'}]"]
     assert "nothing" in said(*nothing, "vocab_size=300", out)
     assert "did you mean vocab_size?" in said("vocab_sise=300", out)

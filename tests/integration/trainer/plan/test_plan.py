@@ -283,6 +283,7 @@ def test_peak_rates_of_every_target_are_known(name):
         (["gpus=12", "hosts=5"], "a multiple of the hosts"),
         (["gpus=4097"], "1 to 4096"),
         (["memory_fraction=2"], "memory_fraction"),
+        (["micro_batch=-3"], "micro_batch=-3: expected 0 or more"),
         (["train.batch_tokens=3072", "model=gpt2_124m", "gpus=2"], "3 sequences"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

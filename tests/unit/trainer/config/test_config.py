@@ -104,9 +104,9 @@ def test_a_family_is_added_by_its_spec(tiny):
     for changes, message in (
         ({"n_head": 3}, r"unknown key model\.n_head of tiny; .*Valid: context, depth"),
         ({"depth": 1}, r"model\.depth=1: expected at least 2"),
-        ({"gate": "shot"}, r"model\.gate='shot' is not a choice; did you mean 'shut'"),
+        ({"gate": "shot"}, r"model\.gate=shot is not a choice; did you mean 'shut'"),
         ({"vocab_size": 0}, r"model\.vocab_size=0: expected at least 1"),
-        ({"family": "tine"}, r"family='tine' is not a choice; did you mean 'tiny'"),
+        ({"family": "tine"}, r"family=tine is not a choice; did you mean 'tiny'"),
     ):
         with pytest.raises(UserError, match=message):
             from_tree(Config, tiny | {"model": tiny["model"] | changes})
@@ -118,7 +118,16 @@ def test_a_family_is_added_by_its_spec(tiny):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.steps=abc", "'abc': expected a whole number"),
+        ("train.steps=abc", "train.steps=abc: expected a whole number, found text"),
+        (
+            "launcher.workers=3",
+            "workers=3: expected a list of whole numbers, such as launcher.workers=[1,",
+        ),
+        ("train.phases=3", "a list of groups of keys, such as train.phases=[{key:val"),
+        ("data.stages=3", "expected a list of lists, such as data.stages=[[1,2],[3,4"),
+        ("data.weights={a:null}", "data.weights={a:null}: expected a list of numbers"),
+        ("data.document_mask=null", "mask=null: expected true or false, found nothing"),
+        ("run_dir=[1]", "run_dir=[1]: expected text, found a list"),
         ("train.steps=0", "at least 1"),
         ("model.mlp=gelo", "did you mean 'gelu'"),
         ("model.n_head=3", "model.d_model="),

@@ -131,7 +131,7 @@ def test_keys_that_are_not_of_the_schema_are_refused(saved, line):
 @pytest.mark.parametrize(
     ("group", "value", "reason"),
     [
-        ("data", None, "data=None: expected a group of keys"),
+        ("data", None, "data=null: expected a group of keys"),
         ("train", 5, "train=5: expected a group of keys"),
         ("data", {}, "'source'"),
         ("eval", {"tasks": 5}, "eval.tasks=5 is no list"),

@@ -36,7 +36,7 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
         ("precision: fp8", "precision=fp8: choose one of "),
         ("resume: auto", "resume belongs on the command line"),
         ("[1, 2]", "my.yaml"),
-        ("seed: '${model.lr}'", "seed='${model.lr}'"),
+        ("seed: '${model.lr}'", "seed=${model.lr}: expected a whole"),
         ("train:\n", "train"),
         ("optimizer: {name: [adamw]}", "optimizer"),
     ],
