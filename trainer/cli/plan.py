@@ -28,7 +28,7 @@ from trainer.text import note, show
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
-    from trainer.plan.plan import Fitting, Plan
+    from trainer.plan.plan import BatchSizeBounds, Plan
 
 GIB = 2**30
 MAX_GPUS = 4096
@@ -286,7 +286,7 @@ def later_lines(plan: "Plan") -> list[str]:
         )
     if plan.largest is not None:
         lines.append(
-            f"largest micro-batch that fits: {describe_fitting(plan.largest)} a device"
+            f"largest micro-batch that fits: {describe_largest(plan.largest)} a device"
         )
     else:
         lines.append("search=yes compiles further sizes for the largest micro-batch")
@@ -328,13 +328,13 @@ def predicted_lines(plan: "Plan") -> list[str]:
     return lines
 
 
-def describe_fitting(fitting: "Fitting") -> str:
+def describe_largest(found: "BatchSizeBounds") -> str:
     """Describe the largest number of sequences that fits."""
-    if fitting.bound is None:
-        return f"at least {fitting.fits} sequences (the search ended there)"
-    if fitting.bound > fitting.fits:
-        return f"{fitting.fits} to {fitting.bound} sequences"
-    return f"{fitting.fits} sequences"
+    if found.bound is None:
+        return f"at least {found.fits} sequences (the search ended there)"
+    if found.bound > found.fits:
+        return f"{found.fits} to {found.bound} sequences"
+    return f"{found.fits} sequences"
 
 
 def command(argv: Sequence[str]) -> int:

@@ -174,13 +174,12 @@ class Compiler:
         return Measured(total, models[-1], programs[-1])
 
 
-class Fitting(NamedTuple):
-    """The micro-batch size that fits in memory.
+class BatchSizeBounds(NamedTuple):
+    """Bounds of the largest micro-batch that fits in memory.
 
     Attributes:
       fits: sequences that were measured to fit.
-      bound: sequences that may fit at most; None where the search ended without a
-        bound.
+      bound: sequences that may fit at most; None where none was measured not to fit.
     """
 
     fits: int
@@ -194,14 +193,13 @@ def largest_that_fits(
     constant: float = 0,
     slack: float = 0,
     most: int = 4096,
-) -> Fitting:
+) -> BatchSizeBounds:
     """Search the largest number of sequences that `need` at most `limit` bytes.
 
-    `need` is increasing, convex and nearly linear. So a number below the chord through
-    one that fits and one that does not fits too, and no number beyond the line through
-    two that fit does. The search measures next the one or the other. Where the two are
-    far apart, as for a need that is flat and then steep, it bisects geometrically; so
-    it does every other time from the fifth measurement on.
+    Memory grows convexly and almost linearly with the batch. So the line between a size
+    that fits and one that does not crosses the limit at a size that fits, close to the
+    largest. From the fifth measurement on, every second one is the geometric mean:
+    lines alone close in from one side.
 
     Args:
       need: bytes for a number of sequences.
@@ -214,38 +212,24 @@ def largest_that_fits(
     Returns:
       the largest that fits (0: none), after `TRIES` measurements at most.
     """
-    known = {first: need(first)}
-
-    def crossing(a: int, b: int) -> int:
-        """Return where the line through the measurements of a and b reaches `limit`."""
-        slope = (known[b] - known[a]) / (b - a)
-        if slope > 0:
-            return int(a + (limit - known[a]) // slope)
-        return most
-
+    sizes: dict[int, float] = {0: constant, first: need(first)}
     while True:
-        fitting = sorted(b for b, size in known.items() if size <= limit)
-        fits = max(fitting, default=0)
-        failing = [b for b, size in known.items() if size > limit]
-        fails = min(failing, default=most + 1)
-        top = crossing(*fitting[-2:]) if len(fitting) > 1 else most
-        top = min(top, fails - 1)
-        if top <= fits * (1 + slack) or len(known) == TRIES:
-            return Fitting(fits, None if top == most else max(top, fits))
-        if len(known) == 1:
-            # With one measurement, the rest is taken to grow with the sequences.
-            variable = max(known[first] - constant, 1)
-            guess = int(first * max(limit - constant, 0) / variable)
-        elif fits and fails <= most:
-            guess = crossing(fits, fails)
-        else:
-            nearest = sorted(known, key=lambda b: abs(known[b] - limit))[:2]
-            guess = crossing(*sorted(nearest))
-        # Lines alone may close in from one side only, so some tries split the range.
-        if len(known) > 1 and (guess <= fits or len(known) in (5, 7, 9, 11)):
-            guess = math.isqrt(max(fits, 1) * (top + 1))
-        guess = min(max(guess, fits + 1), top)
-        known[guess] = need(guess)
+        fits = max((b for b in sizes if sizes[b] <= limit), default=0)
+        fails = min((b for b in sizes if b and sizes[b] > limit), default=most + 1)
+        tries = len(sizes) - 1
+        if fails - 1 <= fits * (1 + slack) or tries == TRIES:
+            return BatchSizeBounds(fits, fails - 1 if fails <= most else None)
+        low, high = fits, fails
+        if not fits or fails > most:
+            low, high = sorted(sorted(sizes, key=lambda b: abs(sizes[b] - limit))[:2])
+        slope = max((sizes[high] - sizes[low]) / (high - low), 1)
+        guess = low + int((limit - sizes[low]) / slope)
+        if tries >= 4 and tries % 2 == 0:
+            guess = math.isqrt(max(fits, 1) * fails)
+        # A size within the slack would not bring the end closer.
+        guess = max(guess, fits + 1, int(fits * (1 + slack)))
+        guess = min(guess, fails - 1)
+        sizes[guess] = need(guess)
 
 
 class Plan(NamedTuple):
@@ -281,7 +265,7 @@ class Plan(NamedTuple):
     is_extrapolated: bool
     flops_per_token: int
     layers: list[Layer]
-    largest: Fitting | None
+    largest: BatchSizeBounds | None
 
     @property
     def fits(self) -> bool:

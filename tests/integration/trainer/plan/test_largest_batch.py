@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.cli.plan import describe_fitting
-from trainer.plan.plan import TRIES, Fitting, largest_that_fits
+from trainer.cli.plan import describe_largest
+from trainer.plan.plan import TRIES, BatchSizeBounds, largest_that_fits
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_th
     actual = largest_that_fits(lambda b: 10 * b, 8, 10**9)
     assert actual == (4096, None)
     at_least = "at least 4096 sequences (the search ended there)"
-    assert describe_fitting(actual) == at_least
-    assert describe_fitting(Fitting(90, 95)) == "90 to 95 sequences"
+    assert describe_largest(actual) == at_least
+    assert describe_largest(BatchSizeBounds(90, 95)) == "90 to 95 sequences"
 
 
 @pytest.mark.parametrize("bend", [20, 300, 3000])
