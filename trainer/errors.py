@@ -96,6 +96,22 @@ def explain_full_output() -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def explain_file_errors(advice: str = "choose another path") -> Iterator[None]:
+    """Turn the OSError of a file into a UserError that ends with `advice`.
+
+    Errors of standard output name no file; they stay as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UserError(
+            f"{str(error.filename)[:300]}: {error.strerror}; {advice}"
+        ) from error
+
+
 def discard(stream: IO[str]) -> None:
     """Send what a stream still holds, and all further output, nowhere.
 

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from trainer.errors import UserError, run_and_flush
+from trainer.errors import UserError, explain_file_errors, run_and_flush
 from trainer.text import nearest, refuse_twice, show
 
 HELP_WIDTH = 79
@@ -240,14 +240,8 @@ def run_main(main: Callable[[], None]) -> int:
     """
 
     def call() -> int:
-        try:
+        with explain_file_errors():
             main()
-        except OSError as error:
-            if error.filename is None:
-                raise
-            raise UserError(
-                f"{error.filename}: {error.strerror}; choose another path"
-            ) from error
         return 0
 
     return run_and_flush(call)

@@ -32,10 +32,8 @@ from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.cli.arguments import asks_for_help, run_main, without_dashes, wrapped
 from trainer.cli.training_keys import training_help, training_keys
@@ -44,7 +42,7 @@ from trainer.config.composition import (
     Sweep,
     build_config,
     expand_arguments,
-    explain,
+    explain_hydra_errors,
     is_override,
     long_forms,
     resolved_yaml,
@@ -52,7 +50,13 @@ from trainer.config.composition import (
 from trainer.config.fields import flatten, to_tree
 from trainer.config.resume import CommandLine, with_saved
 from trainer.config.schema import Config
-from trainer.errors import UserError, complain, leave, run_and_flush
+from trainer.errors import (
+    UserError,
+    complain,
+    explain_file_errors,
+    leave,
+    run_and_flush,
+)
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY_INTERRUPT, NOTHING_TRAINED
 from trainer.text import key_of, refuse_twice, show
@@ -168,30 +172,16 @@ def remove_empty_output_dir() -> None:
 @contextlib.contextmanager
 def report_errors(job: HydraJob) -> Iterator[None]:
     """Print a UserError or a file's OSError in a line, and set the job's exit code."""
+    advice = "restore it or choose another path, then re-run the same command"
     try:
-        yield
+        with explain_file_errors(advice), explain_hydra_errors(sys.argv[1:]):
+            yield
     except UserError as error:
         complain(error)
         job.exit_code = error.exit_code
-    except OmegaConfBaseException as error:
-        complain(explain(error, sys.argv[1:]))
-        job.exit_code = 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        complain(
-            f"{describe_os_error(error)}; restore it or choose another path, then"
-            " re-run the same command"
-        )
-        job.exit_code = 2
     finally:
         if in_sweep():
             remove_empty_output_dir()
-
-
-def describe_os_error(error: OSError) -> str:
-    """Return the file of an error of the operating system, and the reason."""
-    return f"{str(error.filename)[:300]}: {error.strerror}"
 
 
 def announce(job: HydraJob, number: int, sweep: Sweep) -> None:
@@ -237,29 +227,23 @@ def main(argv: list[str]) -> int:
     # It becomes True when training begins; a Ctrl-C before is reported differently.
     EARLY_INTERRUPT.guard_entered = False
     try:
-        argv = without_dashes(argv, training_keys, FLAGS)
-        refuse_config_name_flags(argv)
-        command_line = expand_arguments(argv)
-        sweep = Sweep.parse(command_line.overrides)
-        problems = sweep.problems(command_line.saved)
+        with explain_file_errors(), explain_hydra_errors(argv):
+            argv = without_dashes(argv, training_keys, FLAGS)
+            refuse_config_name_flags(argv)
+            command_line = expand_arguments(argv)
+            sweep = Sweep.parse(command_line.overrides)
+            problems = sweep.problems(command_line.saved)
+            if command_line.saved and not problems and prints_configuration(argv):
+                # Hydra would print the configuration without the saved settings.
+                show(resolved_yaml(command_line), end="")
+                return 0
     except UserError as error:
         complain(error)
         return error.exit_code
-    except OSError as error:
-        complain(f"{describe_os_error(error)}; choose another path")
-        return 2
     for problem in problems:
         complain(problem)
     if problems:
-        return 2
-    if command_line.saved and prints_configuration(argv):
-        # Hydra would print the configuration without the saved settings.
-        try:
-            show(resolved_yaml(command_line), end="")
-        except OmegaConfBaseException as error:
-            complain(explain(error, argv))
-            return 2
-        return 0
+        return UserError.exit_code
     jobs: list[HydraJob] = []
     user_keys = {key_of(argument) for argument in long_forms(argv)}
     config_files = [argument for argument in argv if argument.startswith("config=")]
@@ -299,27 +283,23 @@ def main(argv: list[str]) -> int:
 
     sys.argv = [sys.argv[0], *with_seed(command_line.overrides)]
     try:
-        decorate = hydra.main(
-            config_path=CONFIGS, config_name="config", version_base=None
-        )
-        decorate(run_job)()
+        with (
+            explain_file_errors("choose another run_dir"),
+            explain_hydra_errors(sys.argv[1:]),
+        ):
+            decorate = hydra.main(
+                config_path=CONFIGS, config_name="config", version_base=None
+            )
+            decorate(run_job)()
     except KeyboardInterrupt:
         if EARLY_INTERRUPT.guard_entered:
             complain("interrupted while ending; re-run the same command to resume")
         else:
             complain(NOTHING_TRAINED)
         return 130
-    except (HydraException, OmegaConfBaseException) as error:
-        complain(explain(error, sys.argv[1:]))
-        return 2
-    except OSError as error:
-        if error.filename is None:  # standard output
-            raise
-        complain(
-            f"cannot write to {error.filename}: {error.strerror}; choose another"
-            " run_dir"
-        )
-        return 2
+    except UserError as error:
+        complain(error)
+        return error.exit_code
     if jobs and jobs[-1].error:
         raise jobs[-1].error
     if len(jobs) > 1:

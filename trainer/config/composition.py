@@ -2,10 +2,11 @@
 and check it.
 """
 
+import contextlib
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +25,7 @@ from trainer.config.renamed import refuse_old_names
 from trainer.config.resume import CONFIGS, CommandLine, continue_run, with_saved
 from trainer.config.schema import Config
 from trainer.config.user_file import over_defaults
-from trainer.errors import UserError
+from trainer.errors import UserError, explain_file_errors
 from trainer.text import key_of, nearest, without_braces
 
 LEADING_TILDE = re.compile(
@@ -52,15 +53,18 @@ def compose_config(arguments: Sequence[str]) -> Config:
     Raises:
       UserError: an argument is not valid; Hydra's errors become UserErrors, too.
     """
-    try:
+    with explain_file_errors(), explain_hydra_errors(long_forms(arguments)):
         line = expand_arguments(arguments)
         return build_config(compose_tree(line.overrides), line.saved)
+
+
+@contextlib.contextmanager
+def explain_hydra_errors(arguments: Sequence[str]) -> Iterator[None]:
+    """Turn Hydra's and OmegaConf's errors about these arguments into UserErrors."""
+    try:
+        yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, long_forms(arguments))) from None
-    except OSError as error:
-        raise UserError(
-            f"{str(error.filename)[:300]}: {error.strerror}; choose another path"
-        ) from error
+        raise UserError(explain(error, arguments)) from None
 
 
 def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
@@ -289,14 +293,11 @@ class Sweep(NamedTuple):
                 if not key_of(argument).startswith(("hydra.", "hydra/"))
             ]
             try:
-                build_config(compose_tree(overrides), saved)
+                with explain_hydra_errors(arguments):
+                    build_config(compose_tree(overrides), saved)
             except UserError as error:
-                problem = str(error)
-            except (HydraException, OmegaConfBaseException) as error:
-                problem = explain(error, arguments)
-            else:
-                continue
-            messages.setdefault(problem, f"job {number}: {problem}; no job was started")
+                problem = f"job {number}: {error}; no job was started"
+                messages.setdefault(str(error), problem)
         return list(messages.values())
 
 
@@ -335,7 +336,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     return long
 
 
-def explain(error: Exception, argv: list[str]) -> str:
+def explain(error: Exception, argv: Sequence[str]) -> str:
     """Return Hydra's or OmegaConf's message in one line, with the nearest valid key for
     a wrong one.
     """

@@ -11,20 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer.bounds import OneOf, Variants, annotations
 from trainer.config.composition import (
     choices_of_groups,
     compose_tree,
-    explain,
+    explain_hydra_errors,
     long_forms,
 )
 from trainer.config.resume import CONFIGS
 from trainer.config.schema import Config
-from trainer.errors import UserError
 from trainer.text import as_typed
 
 LINE = re.compile(
@@ -76,10 +73,8 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
       UserError: an override is not valid.
     """
     long = long_forms(overrides)
-    try:
+    with explain_hydra_errors(long):
         tree = compose_tree(long, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, long)) from None
     choice_of = dict(tree.hydra.runtime.choices)
     valid = choices_of_groups()
     raw = OmegaConf.to_container(tree, resolve=False)
