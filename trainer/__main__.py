@@ -12,6 +12,7 @@ import signal
 import sys
 from types import FrameType
 
+from trainer.cli import commands
 from trainer.errors import UserError, complain, leave
 from trainer.text import nearest
 from trainer.version import __version__
@@ -91,7 +92,9 @@ def command() -> None:
     module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        leave(module.command(arguments))
+        if name == "train":
+            module.command(arguments)
+        leave(commands.run(name, arguments))
     except KeyboardInterrupt:
         complain("interrupted")
         leave(128 + signal.SIGINT)

@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.cli import commands
 from trainer.cli.arguments import argument, run_script
-from trainer.cli.export import command as export
-from trainer.cli.generate import command as generate
 from trainer.cli.train import main as train
-from trainer.cli.train_tokenizer import command as train_tokenizer
 from trainer.errors import UserError
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
@@ -102,13 +100,13 @@ def journey(folder: Path, family: str) -> list[str]:
     (folder / "rhyme.txt").write_text(RHYME * 200)
     data = ["data=text", "data.paths=[rhyme.txt]"]
     with contextlib.chdir(folder):
-        for command, arguments in (
-            (train_tokenizer, [*TOKENIZER, *data]),
-            (train, [*TRAINING, *data]),
-            (export, ["run_dir=run", "out=exported"]),
+        tokenizer = ("train-tokenizer", [*TOKENIZER, *data])
+        if (
+            commands.run(*tokenizer)
+            or train([*TRAINING, *data])
+            or commands.run("export", ["run_dir=run", "out=exported"])
         ):
-            if command(arguments):
-                raise RuntimeError(f"{family}: {arguments} ended with an error")
+            raise RuntimeError(f"{family}: a command ended with an error")
         return [greedy(prompt) for prompt in PROMPTS]
 
 
@@ -134,7 +132,7 @@ def greedy(prompt: str) -> str:
     printed = io.StringIO()
     arguments = [f"prompt={prompt}", f"max_new_tokens={NEW_TOKENS}", "temperature=0"]
     with contextlib.redirect_stdout(printed):
-        generate(["run_dir=run", *arguments])
+        commands.run("generate", ["run_dir=run", *arguments])
     return printed.getvalue().removesuffix("\n")
 
 

@@ -15,10 +15,9 @@ Prints the remaining errors of the gradient, the lowest first, and writes them a
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.arguments import argument, check_at_least, run_command
+from trainer.cli.arguments import argument, check_at_least
 from trainer.files import write_text
 from trainer.text import show
 
@@ -67,8 +66,3 @@ def main(arguments: Arguments) -> None:
     show(report(findings, arguments.top))
     show(advice(findings))
     show(f"all findings: {path}")
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer bisect", __doc__ or "", main, argv)

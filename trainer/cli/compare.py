@@ -6,11 +6,10 @@ scalify-trainer compare runs=runs/sweep     # all jobs of a sweep
 
 import glob
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, run_command
+from trainer.cli.arguments import argument
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import show
@@ -92,8 +91,3 @@ def main(args: Arguments) -> None:
         parent = Path(os.path.commonpath([path.resolve().parent for path in paths]))
         out = free_page(parent / "compare.html", paths)
     show("\n".join(write_comparison(paths, out)))
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer compare", __doc__ or "", main, argv)

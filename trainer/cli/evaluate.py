@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import STEP, argument, check_at_least, run_command, split
+from trainer.cli.arguments import STEP, argument, check_at_least, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import finite, write_text
@@ -258,8 +258,3 @@ def table_row(result: "PrecisionResult", reference: float) -> str:
         f"{text} {f'{result.difference:+.4f}{interval}':>20}"
         f" {100 * result.difference / reference:>+8.2f}"
     )
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer evaluate", __doc__ or "", main, argv)

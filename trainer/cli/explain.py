@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.arguments import argument, check_at_least
-from trainer.cli.training_keys import run_with_training_keys
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_text
@@ -155,10 +154,3 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     show(explained.text(arguments.top))
     if arguments.out:
         show(f"\nall rows: {out}")
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_with_training_keys(
-        Arguments, "scalify-trainer explain", __doc__ or "", main, argv
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.cli.arguments import STEP, argument, run_command
+from trainer.cli.arguments import STEP, argument
 from trainer.errors import UserError
 from trainer.files import ORIGIN, path_of, write_text
 from trainer.text import show
@@ -294,8 +294,3 @@ def main(args: Arguments) -> None:
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         f" transformers.{reader} likewise"
     )
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer export", __doc__ or "", main, argv)

@@ -9,11 +9,11 @@ terminal, an empty line ends them.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import STEP, argument, check_at_least, run_command
+from trainer.cli.arguments import STEP, argument, check_at_least
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note, show
@@ -107,8 +107,3 @@ def main(args: Arguments) -> None:
             text = prompt + continuation(model.tokenizer, ids, new)
             show(text if is_first else f"\n{text}")
             is_first = False
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer generate", __doc__ or "", main, argv)

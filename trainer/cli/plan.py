@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.cli.arguments import argument, check_at_least
-from trainer.cli.training_keys import run_with_training_keys, split_arguments
+from trainer.cli.training_keys import split_arguments
 from trainer.config.combinations import check_micro_batch
 from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_GPUS = 4096
+DEFAULT_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Arguments:
     )
     micro_batch: int = argument(
         "sequences of a device in one micro-batch; 0: as train.batch_tokens gives them,"
-        " else 8",
+        f" else {DEFAULT_SEQUENCES}",
         0,
     )
     memory_fraction: float = argument(
@@ -108,12 +109,13 @@ def make_plan(
         raise UserError(
             f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
         )
-    config = planned_config(overrides)
-    sequences = args.micro_batch or sequences_of(
-        config, overrides, args.gpus // max(config.parallel.tensor, 1)
-    )
+    has_batch = sets_batch(overrides)
+    config = planned_config(overrides, has_batch)
+    sequences = args.micro_batch or DEFAULT_SEQUENCES
+    if has_batch and not args.micro_batch:
+        sequences = sequences_of(config, args.gpus // max(config.parallel.tensor, 1))
     bf16 = None
-    if args.compare:
+    if args.compare and config.precision.name != "bf16":
         bf16 = compose_config(["precision=bf16"]).precision
     # XLA compiles for a description of the planned GPU, not for a GPU of this machine.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -126,8 +128,6 @@ def make_plan(
 
     prepare_jax()
     hardware = Hardware(target, args.gpus, hosts, args.memory_fraction)
-    if bf16 is not None and config.precision.name == "bf16":
-        bf16 = None
     return build_plan(
         config,
         hardware,
@@ -149,24 +149,21 @@ def sets_batch(overrides: Sequence[str]) -> bool:
     )
 
 
-def planned_config(overrides: Sequence[str]) -> Config:
+def planned_config(overrides: Sequence[str], has_batch: bool) -> Config:
     """Return the configuration.
 
-    If the user sets no batch, train.batch_tokens is one sequence. The plan takes its
-    batch from `sequences_of`; the key only has to be valid, and its default may be
-    shorter than the model's context.
+    If the user sets no batch, train.batch_tokens is one sequence: the plan does not
+    read it, and its default may be shorter than the model's context.
     """
-    if sets_batch(overrides) or any(
+    if has_batch or any(
         override.startswith("train.grad_accum_steps=") for override in overrides
     ):
         return compose_config(overrides)
     return compose_config([*overrides, "train.batch_tokens=${model.context}"])
 
 
-def sequences_of(config: Config, overrides: Sequence[str], gpus: int) -> int:
+def sequences_of(config: Config, gpus: int) -> int:
     """Return the sequences of a device's micro-batch by the configuration."""
-    if not sets_batch(overrides):
-        return 8
     alternative = ", or give micro_batch=, the sequences of one GPU, instead"
     check_micro_batch(config, gpus, f"gpus={gpus}", alternative)
     return config.batch_size // config.train.grad_accum_steps // gpus
@@ -335,10 +332,3 @@ def describe_largest(found: "BatchSizeBounds") -> str:
     if found.bound > found.fits:
         return f"{found.fits} to {found.bound} sequences"
     return f"{found.fits} sequences"
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_with_training_keys(
-        Arguments, "scalify-trainer plan", __doc__ or "", main, argv
-    )

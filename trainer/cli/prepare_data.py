@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cli.arguments import argument
-from trainer.cli.training_keys import run_with_data_keys
 from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest
@@ -97,15 +96,3 @@ def prepare_text(data_config: Data) -> Manifest:
             progress=progress,
         )
     return Manifest.load(directory)
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_with_data_keys(
-        Arguments,
-        "scalify-trainer prepare-data",
-        __doc__ or "",
-        main,
-        argv,
-        "re-run the same command to continue",
-    )

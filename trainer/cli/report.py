@@ -3,11 +3,10 @@
 scalify-trainer report run_dir=runs/mine
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import argument, run_command
+from trainer.cli.arguments import argument
 from trainer.text import show
 
 
@@ -23,8 +22,3 @@ def main(args: Arguments) -> None:
     from trainer.report.page import write_report
 
     show(str(write_report(Path(args.run_dir))))
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_command(Arguments, "scalify-trainer report", __doc__ or "", main, argv)

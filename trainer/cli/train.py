@@ -35,8 +35,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.cli.arguments import asks_for_help, run_main, without_dashes, wrapped
-from trainer.cli.training_keys import training_help, training_keys
+from trainer.cli.arguments import asks_for_help, run_main, without_dashes
+from trainer.cli.training_keys import show_training_help, training_keys
 from trainer.config.composition import (
     CONFIGS,
     Sweep,
@@ -389,11 +389,9 @@ def refuse_config_name_flags(argv: Sequence[str]) -> None:
 
 def show_help(argv: Sequence[str]) -> None:
     """Explain every key, with the values that the arguments give it."""
+    usage = "scalify-trainer [train] [group=choice ...] [key=value ...]"
     overrides = [text for text in argv if is_override(text)]
-    lines = training_help(overrides)
-    show("usage: scalify-trainer [train] [group=choice ...] [key=value ...]\n")
-    show(f"{wrapped(__doc__ or '')}\n")
-    show("\n".join(lines))
+    show_training_help(usage, __doc__ or "", [], overrides)
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:

@@ -22,7 +22,6 @@ from typing import Literal
 
 from trainer.cli.arguments import argument, check_at_least
 from trainer.cli.prepare_data import text_settings
-from trainer.cli.training_keys import run_with_data_keys
 from trainer.data import PreparedSource, Source
 from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL
@@ -166,15 +165,3 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
         fewer = ": the text has no more pairs"
     show(f"{tokenizer.vocab_size:,} tokens from {texts.bytes:,} bytes of text{fewer}")
     show(f"wrote {args.out}; train with it: {override('data.tokenizer', args.out)}")
-
-
-def command(argv: Sequence[str]) -> int:
-    """Run with the arguments, and return the exit code."""
-    return run_with_data_keys(
-        Arguments,
-        "scalify-trainer train-tokenizer",
-        __doc__ or "",
-        main,
-        argv,
-        "nothing was written",
-    )

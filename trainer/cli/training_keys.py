@@ -1,7 +1,6 @@
 """Commands that take the keys of training beside keys of their own."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from trainer.cli.arguments import (
     asks_for_help,
@@ -17,7 +16,7 @@ from trainer.cli.arguments import (
 from trainer.config.composition import is_override
 from trainer.config.reference import Group, reference
 from trainer.errors import UserError
-from trainer.text import key_of, note, refuse_twice, show
+from trainer.text import key_of, refuse_twice, show
 
 # config=FILE names a file of keys; the schema has no such key.
 CONFIG = "config"
@@ -51,39 +50,15 @@ def run_with_training_keys[T](
         main(arguments, overrides)
 
     def show_help() -> None:
-        show(f"usage: {program} [key=value ...] [group=choice ...]\n")
-        show(wrapped(about))
-        show("\n" + "\n".join(command_help(cls)))
+        usage = f"{program} [key=value ...] [group=choice ...]"
         overrides = [
             text
             for text in argv
             if is_override(text) and key_of(text) not in command_keys
         ]
-        show("\n" + "\n".join(training_help(overrides, group_name)))
+        show_training_help(usage, about, command_help(cls), overrides, group_name)
 
     return run_main(show_help if asks_for_help(argv) else call)
-
-
-def run_with_data_keys[T](
-    cls: type[T],
-    program: str,
-    about: str,
-    main: Callable[[T, list[str]], None],
-    argv: Sequence[str],
-    after_interrupt: str,
-) -> int:
-    """Run a command that takes the keys of the group `data`, and return the exit code.
-
-    After a Ctrl-C, `after_interrupt` tells the user what became of the result.
-    """
-    logger = logging.getLogger("trainer")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler())
-    try:
-        return run_with_training_keys(cls, program, about, main, argv, "data")
-    except KeyboardInterrupt:
-        note(f"stopped; {after_interrupt}")
-        return 130
 
 
 def split_arguments[T](
@@ -126,17 +101,22 @@ def _keys_in(group_name: str | None) -> list[str]:
     return [key for key in keys if key.split(".")[0] == group_name]
 
 
-def training_help(
-    overrides: Sequence[str], group_name: str | None = None
-) -> Iterator[str]:
-    """Yield the lines that explain the keys of training, with their values.
+def show_training_help(
+    usage: str,
+    about: str,
+    command_lines: Iterable[str],
+    overrides: Sequence[str],
+    group_name: str | None = None,
+) -> None:
+    """Print the help of a command that takes keys of training, with their values.
 
     The values are those under `overrides`. Raises UserError for an invalid override.
     """
+    parts = [f"usage: {usage}", wrapped(about), "\n".join(command_lines)]
     for group in reference(overrides):
         if group_name is None or group.name == group_name:
-            yield from _group_lines(group)
-            yield ""
+            parts.append("\n".join(_group_lines(group)))
+    show("\n\n".join(filter(None, parts)))
 
 
 def _group_lines(group: Group) -> Iterator[str]:

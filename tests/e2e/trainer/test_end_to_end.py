@@ -7,7 +7,7 @@ import time
 import pytest
 from command import finish, parameters, trainer, values
 
-from trainer.cli import generate
+from trainer.cli.commands import run
 from trainer.cli.train import main
 
 
@@ -36,7 +36,7 @@ def test_a_run_resumes_bitwise_after_a_kill_and_suggests_commands_that_work(
         for name in ("sample more", "train longer")
     )
     assert sample[0] == "generate"
-    assert generate.command(sample[1:]) == 0
+    assert run("generate", sample[1:]) == 0
     assert "And God said" in capsys.readouterr().out
     assert main([*longer, "parallel.data=1"]) == 0
     assert "done: 120 steps" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from precisions import policy
 from scalify_core import asarray
 from trainer.assembly.fp8_export import check_exportable, fp8_kernels
 from trainer.assembly.saved_model import restore_training
-from trainer.cli.export import command
+from trainer.cli.commands import run
 from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.gpt2.huggingface import PREFIX
@@ -109,7 +109,7 @@ def test_the_command_writes_what_a_run_multiplied_and_init_from_reads_it(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(SAVED, "run")
     out = tmp_path / "served"
-    assert command(["run_dir=run", f"out={out}", "format=fp8"]) == 0
+    assert run("export", ["run_dir=run", f"out={out}", "format=fp8"]) == 0
     config = json.loads((out / "config.json").read_text())
     assert config["torch_dtype"] == "float16"  # what the run computed in
 

@@ -8,7 +8,7 @@ import pytest
 from command import here
 
 from trainer.assembly import evaluation
-from trainer.cli import explain
+from trainer.cli.commands import run
 from trainer.cli.evaluate import Arguments, main, policy_of
 from trainer.cli.generate import Arguments as Prompts
 from trainer.cli.generate import main as generate
@@ -157,7 +157,7 @@ def test_data_whose_text_has_changed_are_read_where_prepared_and_else_refused(
 
 
 def test_the_run_is_explained_at_its_newest_checkpoint(run_dir, capsys):
-    assert explain.command([f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
+    assert run("explain", [f"run_dir={run_dir}", "batch=1", "top=1000"]) == 0
     printed = capsys.readouterr().out
     # of E4M3 and E5M2, whose roundings add up to some percent
     assert "no equation loses much" in printed

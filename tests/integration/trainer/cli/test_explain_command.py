@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from trainer.cli.explain import command
+from trainer.cli.commands import run
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def settings(tmp_path_factory):
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, message, capsys):
-    assert command(arguments) == 2
+    assert run("explain", arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
@@ -64,20 +64,23 @@ def test_what_is_wrong_is_said_in_a_line(arguments, message, capsys):
 
 def test_more_sequences_than_there_are_are_refused(settings, capsys):
     _, arguments = settings
-    assert command([*arguments, "sequences=1000"]) == 2
+    assert run("explain", [*arguments, "sequences=1000"]) == 2
     assert "sequences=1000: a micro-batch of this run has 8" in capsys.readouterr().err
 
 
 def test_a_precision_without_scales_is_refused(settings, capsys):
     _, arguments = settings
-    assert command([*arguments[1:], "precision=bf16"]) == 2
+    assert run("explain", [*arguments[1:], "precision=bf16"]) == 2
     assert "scaling=none has no scales to explain" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # the explanation itself: unit/scalify_core/test_explain.py
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     folder, arguments = settings
-    assert command([*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"]) == 0
+    assert (
+        run("explain", [*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "largest error of a result" in printed
     table = printed.split("\n\n")[1].splitlines()

@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
 
-from trainer.cli.train_tokenizer import command
+from trainer.cli.commands import run
 from trainer.data import Manifest, TextSource, get_tokenizer, prepare
 
 TEXT = "the cat sat on the mat; the rat sat on the hat. That was thát!\n" * 50
@@ -26,7 +26,7 @@ def test_it_is_the_same_each_time_and_both_libraries_read_it_alike(
     given = [*text, "vocab_size=285", f"pattern={pattern}", "all_text=yes"]
     given.append(f"data.cache_dir={tmp_path / 'cache'}")
     for out in "xy":
-        assert command([*given, f"out={tmp_path / out}"]) == 0
+        assert run("train-tokenizer", [*given, f"out={tmp_path / out}"]) == 0
     size = len(TEXT.encode()) + 20 * 22
     assert f"285 tokens from {size:,} bytes" in capsys.readouterr().out
     files = [tmp_path / out / "tokenizer.json" for out in "xy"]
@@ -54,7 +54,7 @@ def test_what_a_run_validates_on_is_left_out(documents, tmp_path, capsys):
     cache = tmp_path / "cache"
     given = ["data=text", f"data.paths=[{path}]", "vocab_size=260"]
     given.append(f"data.cache_dir={cache}")
-    assert command([*given, f"out={tmp_path / 'x'}"]) == 0
+    assert run("train-tokenizer", [*given, f"out={tmp_path / 'x'}"]) == 0
     output = capsys.readouterr().out
     source = TextSource((str(path),))
     manifest = Manifest.load(prepare(source, "byte", cache, val_fraction=0.1))
@@ -65,7 +65,10 @@ def test_what_a_run_validates_on_is_left_out(documents, tmp_path, capsys):
 
 def test_bad_input_is_one_line(text, tmp_path, capsys):
     def said(*given):
-        assert command([*given, f"data.cache_dir={tmp_path / 'cache'}"]) == 2
+        assert (
+            run("train-tokenizer", [*given, f"data.cache_dir={tmp_path / 'cache'}"])
+            == 2
+        )
         return capsys.readouterr().err
 
     out = f"out={tmp_path / 'x'}"

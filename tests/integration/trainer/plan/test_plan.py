@@ -15,6 +15,7 @@ from precisions import ADAMW
 
 from trainer.assembly.build import build_model, check_fp8
 from trainer.cli import plan as script
+from trainer.cli.commands import run
 from trainer.compiled.fp8 import (
     Gpu,
     check_device,
@@ -107,7 +108,7 @@ def test_what_does_not_fit_names_keys_to_try_and_is_not_compared(
     compiled = flagship.measured.compiled
     monkeypatch.setattr(plan, "compile_for_target", lambda *_: compiled)
     small = [*TINY, "precision=scalify_fp8", "micro_batch=2"]
-    assert script.command(small) == 0
+    assert run("plan", small) == 0
     out, err = capsys.readouterr()
     assert "DOES NOT FIT in" in out
     tried = "micro_batch=1, model.remat=block, more gpus= with parallel=fsdp"
@@ -289,7 +290,7 @@ def test_peak_rates_of_every_target_are_known(name):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
-    assert script.command(arguments) == 2
+    assert run("plan", arguments) == 2
     out = capsys.readouterr()
     assert message in out.err
     assert out.err.count("\n") == 1

@@ -7,7 +7,7 @@ import pytest
 from command import TINY
 
 from trainer.assembly.build import build_state, build_workload
-from trainer.cli.export import command as export
+from trainer.cli.commands import run
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 
@@ -34,7 +34,7 @@ def test_weights_are_taken_into_a_shorter_context(
         given, model = "A", FROM_INIT
     else:
         given, model = "exported", SIZES
-        assert export(["run_dir=A", f"out={given}"]) == 0
+        assert run("export", ["run_dir=A", f"out={given}"]) == 0
     w, state = first_state(given, model, 8)
     with pytest.raises(UserError, match="learned positions for 32 tokens"):
         first_state(given, model, 64)

@@ -2,7 +2,8 @@
 
 import json
 
-from trainer.cli.export import command, limit_lengths, tokenizer_class
+from trainer.cli.commands import run
+from trainer.cli.export import limit_lengths, tokenizer_class
 
 
 def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
@@ -13,7 +14,7 @@ def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
         (tmp_path, "is not empty (model.safetensors), and"),
         (file, "is no directory; choose another"),
     ):
-        assert command(["run_dir=nowhere", f"out={out}"]) == 2
+        assert run("export", ["run_dir=nowhere", f"out={out}"]) == 2
         assert f"out={out} {reason}" in capsys.readouterr().err
     assert file.read_text() == "mine"
 

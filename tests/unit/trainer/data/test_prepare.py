@@ -16,7 +16,7 @@ import pytest
 from corpora import check_positions, prepared, rows, tokens, write
 from library_tokenizers import write_tiktoken
 
-from trainer.cli.prepare_data import command
+from trainer.cli.commands import run
 from trainer.data import (
     EmbeddedSource,
     HubSource,
@@ -69,13 +69,13 @@ def test_the_embedded_corpus_is_one_text_whose_last_tenth_is_for_validation(tmp_
 
 
 def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
-    assert command([f"data.cache_dir={tmp_path}"]) == 0
+    assert run("prepare-data", [f"data.cache_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     line = "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards"
     assert line in out
     directory = Path(out.rsplit("directory: ", 1)[1].strip())
     assert (directory / "manifest.json").is_file()
-    assert command([f"verify={directory}"]) == 0
+    assert run("prepare-data", [f"verify={directory}"]) == 0
 
 
 def test_preparing_the_embedded_corpus_neither_imports_it_nor_datasets(tmp_path):
