@@ -18,7 +18,7 @@ from trainer.model import Model
 from trainer.parallel.mesh import abstract_batch, batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Hardware
-from trainer.plan.plan import Plan, make_plan
+from trainer.plan.plan import StepPlan, plan_step
 from trainer.report.messages import describe_syncs
 from trainer.step.step import Tokens
 
@@ -43,8 +43,8 @@ def build_plan(
     search: bool,
     exact: bool,
     log: Callable[[str], None],
-    on_first_plan: Callable[[Plan], None],
-) -> Plan:
+    on_first_plan: Callable[[StepPlan], None],
+) -> StepPlan:
     """Return what a configuration's step needs on GPUs that are not present.
 
     Args:
@@ -52,10 +52,10 @@ def build_plan(
       hardware: the GPUs.
       sequences: the number of sequences of a micro-batch on each device.
       bf16: the precision to compare with; None: no comparison.
-      search: see `plan.make_plan`.
-      exact: see `plan.make_plan`.
+      search: see `plan.plan_step`.
+      exact: see `plan.plan_step`.
       log: prints a message.
-      on_first_plan: see `plan.make_plan`.
+      on_first_plan: see `plan.plan_step`.
     """
     mesh = make_target_mesh(
         hardware.target, hardware.gpus, hardware.hosts, *build_sizes(c.parallel)
@@ -89,7 +89,7 @@ def build_plan(
             mesh=mesh,
         )
 
-    return make_plan(
+    return plan_step(
         task,
         batches,
         hardware,

@@ -1,4 +1,5 @@
 """The command line: `scalify-trainer COMMAND key=value ...`, a file for each command.
 
-`arguments` parses a command's own keys, and `composing` adds the keys of training.
+`commands` runs them, `arguments` parses a command's own keys, and `training_keys` adds
+the keys of training.
 """

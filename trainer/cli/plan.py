@@ -13,7 +13,7 @@ installs it.
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,12 @@ from trainer.text import note, show
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
-    from trainer.plan.plan import BatchSizeBounds, Plan
+    from trainer.plan.plan import BatchSizeBounds, StepPlan
 
 GIB = 2**30
 MAX_GPUS = 4096
 DEFAULT_SEQUENCES = 8
+SHOWN_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def print_lines(lines: Sequence[str]) -> None:
         show("\n".join(lines))
 
 
-def plan_of(argv: Sequence[str]) -> "Plan":
+def plan_of(argv: Sequence[str]) -> "StepPlan":
     """Return the plan of a command line."""
     return make_plan(*split_arguments(Arguments, argv))
 
@@ -94,8 +95,8 @@ def plan_of(argv: Sequence[str]) -> "Plan":
 def make_plan(
     args: Arguments,
     overrides: Sequence[str],
-    on_first_plan: "Callable[[Plan], None]" = lambda plan: None,
-) -> "Plan":
+    on_first_plan: "Callable[[StepPlan], None]" = lambda plan: None,
+) -> "StepPlan":
     """Return the plan; `on_first_plan` gets it after the first compilation."""
     check_at_least(args, micro_batch=0)
     target = get_target(args.target)
@@ -169,8 +170,8 @@ def sequences_of(config: Config, gpus: int) -> int:
     return config.batch_size // config.train.grad_accum_steps // gpus
 
 
-def not_fp8_lines(layers: "Sequence[Layer]", max_layers: int = 4) -> list[str]:
-    """Return a line for each reason not to use FP8, with up to `max_layers` layers.
+def not_fp8_lines(layers: "Sequence[Layer]") -> list[str]:
+    """Return a line for each reason not to use FP8, with the first few layers.
 
     `json=yes` prints all layers.
     """
@@ -179,83 +180,87 @@ def not_fp8_lines(layers: "Sequence[Layer]", max_layers: int = 4) -> list[str]:
         by_reason.setdefault(layer.reason, []).append(layer.path)
     lines = []
     for reason, paths in by_reason.items():
-        hidden = len(paths) - max_layers
+        hidden = len(paths) - SHOWN_LAYERS
         more = f" and {hidden} more" if hidden > 0 else ""
-        lines.append(f"  not FP8: {', '.join(paths[:max_layers])}{more}: {reason}")
+        lines.append(f"  not FP8: {', '.join(paths[:SHOWN_LAYERS])}{more}: {reason}")
     return lines
 
 
-def lines_of(plan: "Plan") -> list[str]:
+def lines_of(plan: "StepPlan") -> list[str]:
     """Return lines about what the step needs: memory, kernels, FLOPs and time."""
-    figures, hardware, m = plan.as_json(), plan.hardware, plan.measured
-    state = f"{plan.state_bytes / GIB:.2f} GiB of it weights and optimizer"
-    usable_memory = (
-        f"{hardware.usable / GIB:.1f} GiB ({hardware.memory_fraction:.0%} of"
-        f" {hardware.target.memory / GIB:.1f}, what JAX takes)"
-    )
+    from trainer.plan.plan import DEPTHS
+
+    hardware, spec = plan.hardware, plan.spec
     hosts = "1 host" if hardware.hosts == 1 else f"{hardware.hosts} hosts"
     lines = [
-        (
-            f"{plan.parameters:,} parameters, {plan.spec.n_layer} layers of width"
-            f" {plan.spec.d_model}, vocabulary {plan.spec.vocab_size:,};"
-            f" {hardware.gpus} x {hardware.target.device} on"
-            f" {hosts}; {plan.sequences} sequences of"
-            f" {plan.spec.context} a device and micro-batch, {plan.tokens:,} tokens a"
-            " step"
-        ),
-        (
-            f"memory: {m.peak / GIB:.2f} GiB a device, {state};"
-            f" {hardware.verdict(m.peak)} in {usable_memory}"
-        ),
-        *([] if plan.fits else [f"  to try: {', '.join(plan.smaller)}"]),
-        *(
-            f"  {kind:<12} {size / GIB:8.2f} GiB"
-            for kind, size in m.group("memory").items()
-            if size
-        ),
-        (
-            "  not counted: CUDA context, cuDNN's workspaces, NCCL's buffers (1 to"
-            " 2 GiB together)"
-        ),
+        f"{plan.parameters:,} parameters, {spec.n_layer} layers of width"
+        f" {spec.d_model}, vocabulary {spec.vocab_size:,};"
+        f" {hardware.gpus} x {hardware.target.device} on {hosts};"
+        f" {plan.sequences} sequences of {spec.context} a device and micro-batch,"
+        f" {plan.tokens:,} tokens a step"
     ]
     if plan.is_extrapolated:
-        lines.insert(
-            1,
-            f"extrapolated from {figures['continued_from_layers']} layers; exact=yes"
-            " compiles all of them",
-        )
-    lines.append(
-        "matmuls:"
-        f" {', '.join(f'{n} {key}' for key, n in figures['gemm_kernels'].items())}"
-    )
-    attentions = ", ".join(f"{n} {dtype}" for dtype, n in figures["attentions"].items())
-    lines.append(
-        f"fused attentions (cuDNN; no T x T matrix in memory): {attentions or 'none'}"
-    )
-    narrow = "FP4" if "fp4" in figures["gemms"] else "FP8"
-    lines.append(
-        f"{narrow}: {plan.fp8_flop_share:.1%} of the FLOPs of matmuls and attentions"
-    )
-    lines += not_fp8_lines(plan.layers)
-    kinds = ", ".join(
-        f"{n} {kind}"
-        for kind, n in sorted(figures["kernels_by_kind"].items(), key=lambda x: -x[1])
-    )
-    lines.append(f"kernels: {figures['kernels']} a step: {kinds}")
-    for c in figures["collectives"]:
-        sent = f"{c['sent_bytes_per_device'] / GIB:.3f} sent by each device"
         lines.append(
-            f"collective: {c['count']} {c['op']} of {c['dtype']},"
-            f" {c['bytes'] / GIB:.3f} GiB a step, {sent}"
+            f"extrapolated from {list(DEPTHS)} layers; exact=yes compiles all of them"
         )
-    lines.append(
-        f"{figures['flops_per_token']:.3e} FLOPs a token; roofline"
+    mfu = plan.mfu_of(plan.roofline_seconds)
+    return [
+        *lines,
+        *memory_lines(plan),
+        *kernel_lines(plan),
+        f"{plan.flops_per_token:.3e} FLOPs a token; roofline"
         f" {1e3 * plan.roofline_seconds:.1f} ms a step,"
         f" {plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU"
-        f" {figures['mfu']:.1%} of the peak in {plan.compute}"
-        f"{explain_mfu(figures['mfu'])}"
+        f" {mfu:.1%} of the peak in {plan.compute}{explain_mfu(mfu)}",
+    ]
+
+
+def memory_lines(plan: "StepPlan") -> list[str]:
+    """Return lines about the memory of a device, and about keys that lower it."""
+    hardware, peak = plan.hardware, plan.measured.peak
+    lines = [
+        f"memory: {peak / GIB:.2f} GiB a device,"
+        f" {plan.state_bytes / GIB:.2f} GiB of it weights and optimizer;"
+        f" {hardware.verdict(peak)} in {hardware.usable / GIB:.1f} GiB"
+        f" ({hardware.memory_fraction:.0%} of {hardware.target.memory / GIB:.1f}, what"
+        " JAX takes)"
+    ]
+    if not plan.fits:
+        lines.append(f"  to try: {', '.join(plan.smaller)}")
+    for kind, size in plan.measured.group("memory").items():
+        if size:
+            lines.append(f"  {kind:<12} {size / GIB:8.2f} GiB")
+    lines.append(
+        "  not counted: CUDA context, cuDNN's workspaces, NCCL's buffers (1 to 2 GiB"
+        " together)"
     )
     return lines
+
+
+def kernel_lines(plan: "StepPlan") -> list[str]:
+    """Return lines about matmuls, attentions, other kernels and collectives."""
+    m = plan.measured
+    narrow = "FP4" if "fp4" in m.group("gemms") else "FP8"
+    kernels = sorted(m.counts("kernels").items(), key=lambda item: -item[1])
+    lines = [
+        f"matmuls: {counted(m.counts('gemm kernels').items())}",
+        "fused attentions (cuDNN; no T x T matrix in memory):"
+        f" {counted(m.counts('attentions').items()) or 'none'}",
+        f"{narrow}: {plan.fp8_flop_share:.1%} of the FLOPs of matmuls and attentions",
+        *not_fp8_lines(plan.layers),
+        f"kernels: {m.kernels} a step: {counted(kernels)}",
+    ]
+    for c in m.collectives:
+        lines.append(
+            f"collective: {c.count} {c.op} of {c.dtype}, {c.bytes / GIB:.3f} GiB a"
+            f" step, {c.sent_bytes_per_device / GIB:.3f} sent by each device"
+        )
+    return lines
+
+
+def counted(counts: Iterable[tuple[str, int]]) -> str:
+    """Return counts as text, such as `12 fp8, 3 bf16`."""
+    return ", ".join(f"{n} {name}" for name, n in counts)
 
 
 def explain_mfu(mfu: float) -> str:
@@ -265,15 +270,15 @@ def explain_mfu(mfu: float) -> str:
     return ""
 
 
-def later_lines(plan: "Plan") -> list[str]:
+def later_lines(plan: "StepPlan") -> list[str]:
     """Return the lines of further compilations: the comparison, and the search."""
-    lines, figures = [], plan.as_json()
+    lines = []
     if plan.bf16 is not None:
         extra = ", ".join(
-            f"{n:+} {kind}" for kind, n in figures["extra_kernels"].items() if n
+            f"{n:+} {kind}" for kind, n in plan.extra_kernels().items() if n
         )
         lines.append(
-            f"{figures['kernels']} kernels a step, against {figures['kernels_bf16']} in"
+            f"{plan.measured.kernels} kernels a step, against {plan.bf16.kernels} in"
             f" bf16: {extra or 'the same'}"
         )
         peak = plan.bf16.peak
@@ -290,33 +295,32 @@ def later_lines(plan: "Plan") -> list[str]:
     return lines
 
 
-def predicted_lines(plan: "Plan") -> list[str]:
+def predicted_lines(plan: "StepPlan") -> list[str]:
     """Return the predicted times as a Markdown table, beside bf16's if compiled."""
     from trainer.compiled.classes import CLASSES, GAPS
 
-    figures = plan.as_json()["predicted"]
-    planned, bf16 = figures["classes"], figures["classes_bf16"] or {}
-    names = [name for name in (*CLASSES, GAPS) if name in planned or name in bf16]
+    seconds = plan.measured.seconds
+    mfu = plan.mfu_of(seconds)
     text = (
-        f"predicted, not measured: {1e3 * figures['seconds']:.2f} ms a step,"
-        f" {figures['tokens_per_s']:,.0f} tokens/s"
+        f"predicted, not measured: {1e3 * seconds:.2f} ms a step,"
+        f" {plan.tokens / seconds:,.0f} tokens/s, MFU {mfu:.1%}{explain_mfu(mfu)}"
     )
-    text += f", MFU {figures['mfu']:.1%}{explain_mfu(figures['mfu'])}"
-    if bf16:
-        text += f"; {figures['times_as_fast_as_bf16']:.3f} times as fast as bf16"
-    tables = [planned]
+    tables = [plan.measured.classes]
     header, rule = "| class | ms | kernels |", "|---|---|---|"
-    if bf16:
-        tables.append(bf16)
+    if plan.bf16 is not None:
+        text += f"; {plan.predicted_ratio:.3f} times as fast as bf16"
+        tables.append(plan.bf16.classes)
         header, rule = f"{header} bf16: ms | kernels |", f"{rule}---|---|"
     lines = [text]
-    hidden = 1e3 * figures["hidden_collective_seconds"]
-    if hidden:
+    if plan.hidden_seconds:
         lines.append(
-            f"collectives behind other kernels, not in the sum: {hidden:.2f} ms"
+            "collectives behind other kernels, not in the sum:"
+            f" {1e3 * plan.hidden_seconds:.2f} ms"
         )
     lines += ["", header, rule]
-    for name in names:
+    for name in (*CLASSES, GAPS):
+        if not any(name in classes for classes in tables):
+            continue
         cells = [name]
         for classes in tables:
             row = classes.get(name, {"seconds": 0.0, "launches": 0})

@@ -47,6 +47,25 @@ TRIES = 12  # measurements at most, in search of the largest micro-batch
 SLACK = 0.05
 
 
+@dataclasses.dataclass(frozen=True)
+class CollectiveSum:
+    """All collectives of a step with the same operation and dtype.
+
+    Attributes:
+      op: the HLO opcode, such as all-reduce.
+      dtype: of the elements.
+      bytes: of all results.
+      sent_bytes_per_device: bytes that each device sends.
+      count: number of runs.
+    """
+
+    op: str
+    dtype: str
+    bytes: int
+    sent_bytes_per_device: int
+    count: int
+
+
 class Measured(NamedTuple):
     """The figures of a step, and its program.
 
@@ -60,9 +79,7 @@ class Measured(NamedTuple):
     @property
     def peak(self) -> int:
         """Peak bytes per device."""
-        return round(
-            sum(size for (group, *_), size in self.figures.items() if group == "memory")
-        )
+        return round(sum(self.group("memory").values()))
 
     @property
     def constant(self) -> float:
@@ -76,13 +93,39 @@ class Measured(NamedTuple):
         """Predicted seconds per step; see `trainer.plan.times`."""
         return sum(self.group("predicted").values())
 
+    @property
+    def kernels(self) -> int:
+        """Number of kernels per step."""
+        return round(sum(self.group("kernels").values()))
+
+    @property
+    def classes(self) -> dict[str, dict[str, float]]:
+        """Predicted seconds and launches per step of each class of kernels."""
+        launches = self.counts("launches")
+        return {
+            kernel_class: {"seconds": seconds, "launches": launches[kernel_class]}
+            for kernel_class, seconds in self.group("predicted").items()
+        }
+
+    @property
+    def collectives(self) -> list[CollectiveSum]:
+        """The collectives of a step, by operation and dtype."""
+        sums = []
+        for (group, *key), size in self.figures.items():
+            if group == "collectives":
+                sent = round(self.figures["sent", *key])
+                runs = round(self.figures["collective runs", *key])
+                op, dtype = key
+                sums.append(CollectiveSum(op, dtype, round(size), sent, runs))
+        return sums
+
     def group(self, name: str) -> dict[str, float]:
         """Return the figures `(name, key)` by key."""
-        return {
-            " ".join(keys): value
-            for (group, *keys), value in self.figures.items()
-            if group == name
-        }
+        return {key[1]: x for key, x in self.figures.items() if key[0] == name}
+
+    def counts(self, name: str) -> dict[str, int]:
+        """Return the figures `(name, key)` by key, rounded."""
+        return {key: round(x) for key, x in self.group(name).items()}
 
 
 Batches = Callable[[int], Tokens]  # from B to the step's batch
@@ -107,71 +150,56 @@ def is_extrapolated(
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT)
 
 
-class Compiler:
-    """A compiler of steps for B sequences, at the full depth or at two depths.
+def measure(
+    task: TrainTask,
+    tokens: Tokens,
+    hardware: Hardware,
+    sequences: int,
+    *,
+    extrapolated: bool,
+    pool: ThreadPoolExecutor,
+    log: Callable[[str], None],
+) -> Measured:
+    """Compile a task's step, and return its figures.
 
     Args:
-      batches: from B to the step's batch.
+      task: the task.
+      tokens: the step's batch.
       hardware: the GPUs and hosts.
-      exact: compile all layers, however many.
+      sequences: B.
+      extrapolated: compile `DEPTHS` in place of all layers.
       pool: compiles one program per core. Tracing stays in the caller's thread, which
-          `lower_for_target` needs.
+        `lower_for_target` needs.
+      log: receives a message each minute.
     """
+    spec, policy = task.model.spec, task.model.policy
+    models = [task.model]
+    if extrapolated:
+        specs = [dataclasses.replace(spec, n_layer=n) for n in DEPTHS]
+        models = [Model.make(shallow, policy) for shallow in specs]
 
-    def __init__(
-        self,
-        batches: Batches,
-        hardware: Hardware,
-        *,
-        exact: bool,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self._batches, self._hardware, self._exact, self._pool = (
-            batches,
-            hardware,
-            exact,
-            pool,
-        )
+    def submit(model: Model) -> Future[Compiled]:
+        step = functools.partial(lower_step, task._replace(model=model), tokens)
+        options = gpu_options(policy, task.kernels)
+        return pool.submit(compile_for_target, lower_for_target(step), options)
 
-    def measure(
-        self, task: TrainTask, sequences: int, log: Callable[[str], None]
-    ) -> Measured:
-        """Compile a task's step, and return its figures; `log` is told each minute."""
-        spec, tokens = task.model.spec, sequences * task.model.spec.context
-        policy = task.model.policy
-        is_split = is_extrapolated(spec, policy, self._exact, task.trainable)
-        models = [task.model]
-        if is_split:
-            specs = [dataclasses.replace(spec, n_layer=n) for n in DEPTHS]
-            models = [Model.make(shallow, policy) for shallow in specs]
+    # The deepest model takes longest, so it starts first.
+    running = [submit(model) for model in reversed(models)][::-1]
 
-        def submit(model: Model) -> Future[Compiled]:
-            step = functools.partial(
-                lower_step, task._replace(model=model), self._batches(sequences)
-            )
-            options = gpu_options(model.policy, task.kernels)
-            return self._pool.submit(
-                compile_for_target, lower_for_target(step), options
-            )
-
-        # The deepest model takes longest, so it starts first.
-        running = [submit(model) for model in reversed(models)][::-1]
-
-        minutes = 0
-        while wait_for(running, PATIENCE).not_done:
-            minutes += 1
-            log(f"  still compiling after {minutes} min")
-        programs = [part.result() for part in running]
-        figures = [
-            figures_of(compiled, self._hardware, tokens, spec.padded_vocab)
-            | predicted(compiled.program, self._hardware)
-            for compiled in programs
-        ]
-        if is_split:
-            total = extrapolate(figures[0], figures[1], DEPTHS, spec.n_layer)
-        else:
-            total = figures[0]
-        return Measured(total, models[-1], programs[-1])
+    minutes = 0
+    while wait_for(running, PATIENCE).not_done:
+        minutes += 1
+        log(f"  still compiling after {minutes} min")
+    programs = [part.result() for part in running]
+    figures = [
+        figures_of(compiled, hardware, sequences * spec.context, spec.padded_vocab)
+        | predicted(compiled.program, hardware)
+        for compiled in programs
+    ]
+    total = figures[0]
+    if extrapolated:
+        total = extrapolate(figures[0], figures[1], DEPTHS, spec.n_layer)
+    return Measured(total, models[-1], programs[-1])
 
 
 class BatchSizeBounds(NamedTuple):
@@ -232,7 +260,7 @@ def largest_that_fits(
         sizes[guess] = need(guess)
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The plan of a step; figures are per device unless noted.
 
     Attributes:
@@ -315,6 +343,11 @@ class Plan(NamedTuple):
         """
         return max(self.measured.group("seconds").values())
 
+    @property
+    def hidden_seconds(self) -> float:
+        """Predicted seconds of collectives behind other kernels."""
+        return sum(self.measured.group("hidden").values())
+
     def mfu_of(self, seconds: float) -> float:
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
         width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
@@ -343,51 +376,35 @@ class Plan(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures by name: bytes, seconds, shares of 1."""
-        m = self.measured
-        runs, sent = m.group("collective runs"), m.group("sent")
-        collectives = []
-        for key, size in m.group("collectives").items():
-            op, dtype = key.split(" ")
-            collectives.append(
-                {
-                    "op": op,
-                    "dtype": dtype,
-                    "bytes": round(size),
-                    "sent_bytes_per_device": round(sent[key]),
-                    "count": round(runs[key]),
-                }
-            )
-        kernels_bf16 = None
-        if self.bf16 is not None:
-            kernels_bf16 = round(sum(self.bf16.group("kernels").values()))
+        m, bf16 = self.measured, self.bf16
         return {
             "peak_bytes_per_device": m.peak,
             "state_bytes": self.state_bytes,
             "fits": self.fits,
             "usable_bytes_per_device": self.hardware.usable,
-            "memory": _rounded(m.group("memory")),
-            "gemms": _rounded(m.group("gemms")),
-            "gemm_kernels": _rounded(m.group("gemm kernels")),
-            "attentions": _rounded(m.group("attentions")),
+            "memory": m.counts("memory"),
+            "gemms": m.counts("gemms"),
+            "gemm_kernels": m.counts("gemm kernels"),
+            "attentions": m.counts("attentions"),
             "fp8_flop_share": self.fp8_flop_share,
             "not_fp8": {layer.path: layer.reason for layer in self.layers},
             "flops_per_token": self.flops_per_token,
-            "kernels": round(sum(m.group("kernels").values())),
-            "kernels_by_kind": _rounded(m.group("kernels")),
-            "bytes_by_kind": _rounded(m.group("bytes")),
-            "kernels_bf16": kernels_bf16,
+            "kernels": m.kernels,
+            "kernels_by_kind": m.counts("kernels"),
+            "bytes_by_kind": m.counts("bytes"),
+            "kernels_bf16": None if bf16 is None else bf16.kernels,
             "extra_kernels": self.extra_kernels(),
-            "collectives": collectives,
+            "collectives": list(map(dataclasses.asdict, m.collectives)),
             "roofline_seconds": self.roofline_seconds,
             "mfu": self.mfu_of(self.roofline_seconds),
             "predicted": {
                 "seconds": m.seconds,
-                "hidden_collective_seconds": sum(m.group("hidden").values()),
+                "hidden_collective_seconds": self.hidden_seconds,
                 "tokens_per_s": self.tokens / m.seconds,
                 "mfu": self.mfu_of(m.seconds),
                 "times_as_fast_as_bf16": self.predicted_ratio,
-                "classes": _classes(m),
-                "classes_bf16": None if self.bf16 is None else _classes(self.bf16),
+                "classes": m.classes,
+                "classes_bf16": None if bf16 is None else bf16.classes,
             },
             "micro_batch": self.sequences,
             "max_micro_batch": None if self.largest is None else self.largest.fits,
@@ -398,19 +415,7 @@ class Plan(NamedTuple):
         }
 
 
-def _classes(measured: Measured) -> dict[str, dict[str, float]]:
-    launches = measured.group("launches")
-    return {
-        kind: {"seconds": seconds, "launches": round(launches[kind])}
-        for kind, seconds in measured.group("predicted").items()
-    }
-
-
-def _rounded(figures: dict[str, float]) -> dict[str, int]:
-    return {name: round(value) for name, value in figures.items()}
-
-
-def make_plan(
+def plan_step(
     task: TrainTask,
     batches: Batches,
     hardware: Hardware,
@@ -421,8 +426,8 @@ def make_plan(
     search: bool = False,
     exact: bool = False,
     log: Callable[[str], None] = lambda text: None,
-    on_first_plan: Callable[[Plan], None] = lambda plan: None,
-) -> Plan:
+    on_first_plan: Callable[[StepPlan], None] = lambda plan: None,
+) -> StepPlan:
     """Compile the step of a task and read its figures.
 
     Args:
@@ -439,8 +444,8 @@ def make_plan(
       on_first_plan: receives the plan after the first compilation, without comparison
         and search.
     """
-    split = is_extrapolated(task.model.spec, task.model.policy, exact, task.trainable)
     model = task.model
+    extrapolated = is_extrapolated(model.spec, model.policy, exact, task.trainable)
     gpu = Gpu(hardware.target.device, hardware.target.capability)
     with (
         no_compilation_cache(),
@@ -449,20 +454,27 @@ def make_plan(
     ):
         # After an error or Ctrl-C no further program starts.
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        compiler = Compiler(batches, hardware, exact=exact, pool=pool)
 
-        def measure(task: TrainTask, sequences: int, name: str) -> Measured:
+        def measure_and_log(task: TrainTask, sequences: int, name: str) -> Measured:
             log(f"compiling {name}, {sequences} sequences a device ...")
-            measured = compiler.measure(task, sequences, log)
+            measured = measure(
+                task,
+                batches(sequences),
+                hardware,
+                sequences,
+                extrapolated=extrapolated,
+                pool=pool,
+                log=log,
+            )
             peak = f"{measured.peak / GIB:.2f} GiB a device"
             fits = hardware.verdict(measured.peak)
             log(f"  {name}, {sequences} sequences: {peak}, {fits}")
             return measured
 
-        measured = measure(task, sequences, "the step")
+        measured = measure_and_log(task, sequences, "the step")
         tokens = sequences * model.spec.context
         program = measured.compiled.program
-        plan = Plan(
+        plan = StepPlan(
             hardware=hardware,
             spec=model.spec,
             parameters=task.parameters,
@@ -473,7 +485,7 @@ def make_plan(
             compute=model.policy.compute,
             measured=measured,
             bf16=None,
-            is_extrapolated=split,
+            is_extrapolated=extrapolated,
             layers=not_fp8(
                 measured.model,
                 program,
@@ -486,7 +498,7 @@ def make_plan(
         )
         on_first_plan(plan)
         if bf16 is not None and plan.fits:
-            compared = measure(bf16, sequences, "the same in bf16, to compare")
+            compared = measure_and_log(bf16, sequences, "the same in bf16, to compare")
             plan = plan._replace(bf16=compared)
         if not search:
             return plan
@@ -494,9 +506,9 @@ def make_plan(
         def need(b: int) -> int:
             if b == sequences:
                 return measured.peak
-            return measure(task, b, "the step, in search of the largest").peak
+            return measure_and_log(task, b, "the step, in search of the largest").peak
 
-        slack = SLACK if split else 0.0
+        slack = SLACK if extrapolated else 0.0
         largest = largest_that_fits(
             need, sequences, hardware.usable, measured.constant, slack
         )

@@ -18,7 +18,7 @@ from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models import fp8_attention as models
 from trainer.plan.aot import make_target_mesh
-from trainer.plan.plan import Measured, Plan
+from trainer.plan.plan import Measured, StepPlan
 from trainer.plan.targets import get_target
 
 FP8_HEADS = [
@@ -148,4 +148,4 @@ def test_a_plan_counts_attention_in_fp8():
     for dtype, share in (("fp8", 0.8), ("bf16", 0.6)):
         figures = flops | {("attention flops", dtype): 2.0}
         planned = SimpleNamespace(measured=Measured(figures, None, None))
-        assert Plan.fp8_flop_share.fget(planned) == share
+        assert StepPlan.fp8_flop_share.fget(planned) == share
