@@ -32,11 +32,11 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
     [
         (
             ["diloco.sync_every=8"],
-            "diloco.sync_every=8 would be ignored: diloco.replicas, the number",
+            "diloco.sync_every=8 has no effect without diloco.replicas; add parallel=d",
         ),
         (
             ["diloco.replicas=4"],
-            "diloco.sync_every, diloco.outer_grad, .* is null; choose parallel=diloco",
+            "but null: diloco.sync_every, diloco.outer_grad, .*; add parallel=diloco",
         ),
         (
             ["parallel=diloco", "diloco.sync_every=4", "diloco.fragments=5"],
@@ -44,7 +44,11 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
         ),
         (
             ["parallel=diloco", "diloco.participants=5"],
-            "there are diloco.replicas=4; choose fewer",
+            "participants=5 exceeds diloco.replicas=4; valid: 1..4",
+        ),
+        (
+            ["parallel=diloco", "diloco.replicas=2", "diloco.quorum=3"],
+            r"diloco.quorum=3 exceeds diloco.replicas=2; valid: quorum 1\.\.2",
         ),
         (
             ["parallel=diloco", "diloco.participants=2", "diloco.fragments=2"],
@@ -56,14 +60,14 @@ def test_the_preset_has_values_for_all_and_fp32_needs_no_feedback():
         ),
         (
             ["parallel=diloco", "diloco.data=sources"],
-            "gives each of diloco.replicas=4 replicas a source",
+            "gives each of diloco.replicas=4 replicas its own",
         ),
         (
             [
                 *("parallel=diloco", "diloco.replicas=2", "diloco.data=sources"),
                 *("data=mix", "data.sources=[a,b]", "data.weights=[0.9,0.1]"),
             ],
-            r"uses all sources equally; leave out data.weights=\[0.9, 0.1\]",
+            r"uses all sources equally; leave out data.weights and data.st",
         ),
         (
             ["parallel=diloco", "train.phases=[{until:9},{}]"],

@@ -15,16 +15,19 @@ RAY = ["launcher=ray", "run_dir=A"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launcher.workers=[1,2]"], "the command itself trains; choose launcher=ray"),
-        ([*RAY, "launcher.workers=[4,2]"], "launcher.workers=[4, 2]: expected"),
+        (
+            ["launcher.workers=[1,2]"],
+            "launcher.workers=[1,2] has no effect without a launcher; add launcher=ray",
+        ),
+        ([*RAY, "launcher.workers=[4,2]"], "workers=[4,2]: expected the minimum"),
         (
             [*RAY, "launcher.workers=[2,4]"],
             "16 sequences cannot be split over each of 2, 3, 4 devices",
         ),
         (
             [*RAY, "launcher.workers=[1,2]", "parallel.tensor=2"],
-            "1 devices cannot be split by the fixed axes of parallel.data x fsdp x"
-            " tensor, 2 in product",
+            "launcher.workers allows 1 device, which is not a multiple of parallel.data"
+            " x fsdp x tensor = 2",
         ),
         (
             [*RAY, "launcher.workers=[1,3]", "parallel=diloco"],
@@ -33,7 +36,7 @@ RAY = ["launcher=ray", "run_dir=A"]
         ),
         (
             [*RAY, "launcher.workers=[1,2]", "parallel=diloco"],
-            "would go on with 2 of 4 replicas, but diloco.quorum is 4; choose"
+            "could continue with 2 of 4 replicas, but diloco.quorum is 4; choose"
             " launcher.workers=[2,2], or diloco.quorum=2",
         ),
         (
@@ -44,8 +47,8 @@ RAY = ["launcher=ray", "run_dir=A"]
                 "diloco.quorum=2",
                 "diloco.participants=3",
             ],
-            "would go on with 2 of 4 replicas, but diloco.participants is 3; choose at"
-            " most 2",
+            "could continue with 2 of 4 replicas, but diloco.participants is 3; choose"
+            " at most 2",
         ),
         (
             [*RAY, "launcher.workers=[3,4]", "parallel=diloco", "diloco.quorum=3"],
