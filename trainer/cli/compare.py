@@ -81,7 +81,7 @@ def by_number(path: str) -> tuple[int, str]:
 
 def main(args: Arguments) -> None:
     """Print the table, and write the page."""
-    from trainer.report.comparing import free_page, write_comparison
+    from trainer.report.comparison import free_page, write_comparison
 
     paths = run_directories(args.runs)
     out: Path | None = None

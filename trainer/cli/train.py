@@ -199,7 +199,7 @@ def report_sweep(jobs: Sequence[HydraJob]) -> None:
 
     Then print the jobs that failed.
     """
-    from trainer.report.comparing import write_comparison
+    from trainer.report.comparison import write_comparison
 
     # A refused job may name the directory of a run that is not of this sweep.
     run_dirs = [
@@ -364,7 +364,7 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
     Raises:
       UserError: the two jobs validated on different texts, or amounts of text.
     """
-    from trainer.report.comparing import last_validated
+    from trainer.report.comparison import last_validated
     from trainer.report.history import History
 
     texts = {last_validated(History.read(run.run_dir)) for run in (first_job, job)}

@@ -40,7 +40,7 @@ from trainer.observe.records import (
 )
 from trainer.observe.trackers.jsonl import Digest
 from trainer.parallel.diloco import DiLoCoSettings
-from trainer.report.comparing import write_comparison
+from trainer.report.comparison import write_comparison
 from trainer.report.page import write_report
 from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpointer

@@ -7,7 +7,7 @@ import yaml
 
 from trainer.cli.compare import Arguments, main, run_directories
 from trainer.errors import UserError
-from trainer.report.comparing import (
+from trainer.report.comparison import (
     NO_FINAL_LOSS,
     OTHER_TEXT,
     RANKED,
