@@ -43,7 +43,7 @@ from trainer.cli.evaluate import policy_of
 from trainer.errors import UserError
 from trainer.files import finite
 from trainer.observe.records import read_rows
-from trainer.report.history import read_evaluation
+from trainer.report.run_records import read_evaluation
 from trainer.run.rundir import is_in_use
 
 

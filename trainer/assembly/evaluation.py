@@ -23,7 +23,7 @@ from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch
 from trainer.precision.arrays import store_weights
 from trainer.precision.policy import Policy
-from trainer.report.history import AS_TRAINED
+from trainer.report.run_records import AS_TRAINED
 from trainer.step.state import TrainState
 from trainer.tasks.choose import Tasks
 from trainer.tasks.eval_model import EvalModel

@@ -23,7 +23,7 @@ from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
 from trainer.report.charts import COLORS, Chart
-from trainer.report.history import History
+from trainer.report.run_records import History
 from trainer.run.callbacks import Callback
 from trainer.step.state import TrainState
 

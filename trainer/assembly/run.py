@@ -46,7 +46,6 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import AsyncMax, raise_together, start_processes
-from trainer.report.history import FINAL_VALIDATION
 from trainer.report.messages import (
     describe_communication,
     describe_idle,
@@ -55,6 +54,7 @@ from trainer.report.messages import (
     farewell,
 )
 from trainer.report.page import write_report
+from trainer.report.run_records import FINAL_VALIDATION
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
 from trainer.run.initial_weights import keep_tokenizer

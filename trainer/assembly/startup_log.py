@@ -12,13 +12,13 @@ from trainer.data.dataset import Dataset
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
 from trainer.parallel.replicas import DiLoCoStep
-from trainer.report.history import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.report.messages import (
     describe,
     describe_mesh,
     describe_schedule_change,
     rounding_of,
 )
+from trainer.report.run_records import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.run.checkpoint import Restored
 from trainer.run.initial_weights import describe_init
 from trainer.run.libraries import numeric_settings

@@ -248,7 +248,7 @@ def policy_of(item: str) -> Policy:
 
 def table_row(result: "PrecisionResult", reference: float) -> str:
     """Return a row of the table; `reference` is the loss of the run's precision."""
-    from trainer.report.history import AS_TRAINED
+    from trainer.report.run_records import AS_TRAINED
 
     text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
     if result.precision == AS_TRAINED:

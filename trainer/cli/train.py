@@ -365,7 +365,7 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
       UserError: the two jobs validated on different texts, or amounts of text.
     """
     from trainer.report.comparison import last_validated
-    from trainer.report.history import History
+    from trainer.report.run_records import History
 
     texts = {last_validated(History.read(run.run_dir)) for run in (first_job, job)}
     if len(texts) > 1:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import Choice, ChoiceChart
-from trainer.report.history import (
+from trainer.report.page import comparison
+from trainer.report.run_records import (
     FORKED,
     SCHEDULE_CHANGED,
     History,
     finite,
 )
-from trainer.report.page import comparison
 from trainer.run.rundir import MAY_CHANGE
 
 # Keys that change neither what is learned nor how fast.

@@ -22,7 +22,7 @@ from trainer.observe.throughput import GIB
 from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
-from trainer.report.history import VALIDATION_DIGEST
+from trainer.report.run_records import VALIDATION_DIGEST
 from trainer.run.session import Run
 from trainer.step.xla_flags import determinism_message
 from trainer.text import key_of, override, program_command

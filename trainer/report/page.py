@@ -14,7 +14,7 @@ from trainer.files import read_file, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLORS, Chart, ChoiceChart, Line, color_number
-from trainer.report.history import History, color_of, finite, read_text
+from trainer.report.run_records import History, color_of, finite, read_text
 from trainer.report.verdicts import (
     FP8_TENSORS,
     GRADE_LABELS,

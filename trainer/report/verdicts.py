@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.display import short
 from trainer.precision.methods import METHODS
-from trainer.report.history import AS_TRAINED, History, finite
+from trainer.report.run_records import AS_TRAINED, History, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
 GRADE_LABELS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}

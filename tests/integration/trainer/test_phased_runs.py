@@ -5,8 +5,8 @@ import pytest
 from command import crashed_after, here, parameters, stopped_after, values
 
 from trainer.assembly.saved_model import restore_run
-from trainer.report.history import History
 from trainer.report.page import arithmetic
+from trainer.report.run_records import History
 
 EMBEDDINGS = (
     "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"

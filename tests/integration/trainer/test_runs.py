@@ -18,7 +18,7 @@ from trainer.cli.export import main as export
 from trainer.cli.export import model_card
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
-from trainer.report.history import History
+from trainer.report.run_records import History
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import library_tokenizers
 import pytest
 import yaml
 from corpora import write
-from histories import tensor
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from library_tokenizers import write_tiktoken
+from run_records import tensor
 
 from trainer.assembly.saved_model import restore_run
 from trainer.cli.arguments import run_main

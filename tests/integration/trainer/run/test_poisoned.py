@@ -16,8 +16,8 @@ from trainer import Diverged, UserError, train
 from trainer.assembly import run as assembly
 from trainer.assembly.saved_model import restore_run
 from trainer.cli import export
-from trainer.report.history import History
 from trainer.report.page import ending
+from trainer.report.run_records import History
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import first_nonfinite_array
 

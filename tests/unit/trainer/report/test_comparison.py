@@ -15,7 +15,7 @@ from trainer.report.comparison import (
     overridden,
     ranked_entries,
 )
-from trainer.report.history import History
+from trainer.report.run_records import History
 
 
 def make_run(folder, loss, overrides, *, digest="a", **settings):

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from histories import FALLING, FP8, history, rows, tensor
+from run_records import FALLING, FP8, history, rows, tensor
 
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 

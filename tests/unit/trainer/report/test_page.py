@@ -5,12 +5,12 @@ import math
 import re
 
 import pytest
-from histories import FALLING, history, rows, tensor
+from run_records import FALLING, history, rows, tensor
 
 from trainer.errors import UserError
 from trainer.observe.records import encode_row, read_rows
-from trainer.report.history import History
 from trainer.report.page import render, write_report
+from trainer.report.run_records import History
 
 
 @pytest.fixture

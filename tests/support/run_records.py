@@ -1,6 +1,6 @@
 """Histories of runs, made up for the tests of verdicts and pages."""
 
-from trainer.report.history import History
+from trainer.report.run_records import History
 
 FP8 = (
     "precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate}"
