@@ -1,6 +1,6 @@
 """Histories of runs, made up for the tests of verdicts and pages."""
 
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 
 FP8 = (
     "precision: {forward: e4m3, backward: e5m2, weight_grad: e5m2, scaling: propagate}"
@@ -28,8 +28,8 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
     return found
 
 
-def history(found, events=(), config="", numerics=None, **facts):
-    return History(
+def run_records(found, events=(), config="", numerics=None, **facts):
+    return RunRecords(
         "a run",
         found,
         list(events),

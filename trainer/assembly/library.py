@@ -23,7 +23,7 @@ from trainer.models.custom import MakeModel
 from trainer.observe.records import read_rows
 from trainer.observe.trackers.protocol import Tracker
 from trainer.report.charts import COLORS, Chart
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 from trainer.run.callbacks import Callback
 from trainer.step.state import TrainState
 
@@ -68,7 +68,7 @@ class Result:
         # Matplotlib takes half a second to import.
         from trainer.report.curve import curve_picture
 
-        history = History(self.run_dir.name, self.rows, [], "")
+        history = RunRecords(self.run_dir.name, self.rows, [], "")
         lines = history.smooth("train/loss", "training")
         lines.append(history.line("val/loss", "validation", COLORS[1], dots=True))
         png = curve_picture(Chart("Loss", lines, "nats per token"))

@@ -282,7 +282,7 @@ def start_tracker(
         redo_row=checkpoint.meta.get("unfinished") is not None,
         config=to_tree(config),
         run_id=checkpoint.meta.get("tracker_id"),
-        written=checkpoint.meta.get("log"),
+        checkpoint_state=checkpoint.meta.get("log"),
         is_fork=checkpoint.is_fork,
         init=settings | {"name": config.tracker.name or run_dir.name},
         custom=custom,

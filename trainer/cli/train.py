@@ -365,9 +365,9 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
       UserError: the two jobs validated on different texts, or amounts of text.
     """
     from trainer.report.comparison import last_validated
-    from trainer.report.run_records import History
+    from trainer.report.run_records import RunRecords
 
-    texts = {last_validated(History.read(run.run_dir)) for run in (first_job, job)}
+    texts = {last_validated(RunRecords.read(run.run_dir)) for run in (first_job, job)}
     if len(texts) > 1:
         raise UserError(
             f"{job.run_dir} ({job.label}) validated on another text than"

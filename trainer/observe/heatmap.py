@@ -31,7 +31,7 @@ SHARES = {
 }
 NEAR = 8  # an RMS within so many powers of two of an end of its format has a color
 NOUNS = {"underflow": "underflow", "saturated": "saturation"}
-FIGURES = ("rms", "exponent", *SHARES)
+DRAWN_FIGURES = ("rms", "exponent", *SHARES)
 PANELS = {
     "rms": "RMS near an end of its format (black: zeros)",
     "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
@@ -71,7 +71,7 @@ def table(
             if name.startswith(prefix):
                 layers[name.removeprefix(prefix).rsplit("/", 1)[0]] = None
     values = {}
-    for figure in FIGURES:
+    for figure in DRAWN_FIGURES:
         keys = [f"{prefix}{layer}/{figure}" for layer in layers]
         values[figure] = np.array(
             [

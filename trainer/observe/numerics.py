@@ -55,7 +55,13 @@ from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
-from trainer.observe.probe import FIGURES, SLOT, Measure, figures, probe
+from trainer.observe.probe import (
+    FIGURE_NAMES,
+    SLOT_SHAPE,
+    Measure,
+    array_figures,
+    probe,
+)
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures
@@ -77,10 +83,10 @@ CLASSES = (
 SIDES = ("in", "out")
 
 # Keyed by `h.3.ln_2.out`, or for stacked blocks `h.ln_2.out`, with a leading axis L.
-Slots = dict[str, jax.Array]
+SlotsByName = dict[str, jax.Array]
 
 
-class Slot(nnx.Variable):
+class SlotVariable(nnx.Variable):
     """The second argument of a probe, whose gradient is the measurement."""
 
 
@@ -107,11 +113,11 @@ def with_blocks(measure: Measure, blocks: BlockCast | None) -> Measure:
     return both
 
 
-class Probe(nnx.Module):
+class FigureProbe(nnx.Module):
     """A probe with its slot, and the measures of an array and its gradient."""
 
     def __init__(self, slot: jax.Array, forward: Measure, backward: Measure) -> None:
-        self.slot = Slot(slot)
+        self.slot = SlotVariable(slot)
         self.forward = forward
         self.backward = backward
 
@@ -119,10 +125,10 @@ class Probe(nnx.Module):
         return probe(x, self.slot[...], forward=self.forward, backward=self.backward)
 
 
-class Probed(nnx.Module):
+class ProbedModule(nnx.Module):
     """A module with probes of its input and output."""
 
-    def __init__(self, module: Any, probes: dict[str, Probe]) -> None:
+    def __init__(self, module: Any, probes: dict[str, FigureProbe]) -> None:
         self.module = module
         self.input_probe = probes.get("in")
         self.output_probe = probes.get("out")
@@ -156,7 +162,7 @@ def is_stack(model: Model, name: str) -> bool:
     return model.spec.scan_layers and name.split(".")[0] == model.family.blocks_name
 
 
-def make_slots(model: Model) -> Slots:
+def make_slots(model: Model) -> SlotsByName:
     """Return zeros for the slot of every probe."""
     init, bind, init_histories, _ = model.training
     abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
@@ -164,7 +170,8 @@ def make_slots(model: Model) -> Slots:
     for name, _, _, sides in probed_layers(abstract):
         for side in sides:
             blocks = any(block_casts(model, name, side))
-            shape: tuple[int, ...] = (SLOT[0], SLOT[1] + blocks * len(BLOCK_FIGURES))
+            rows, columns = SLOT_SHAPE
+            shape: tuple[int, ...] = (rows, columns + blocks * len(BLOCK_FIGURES))
             if is_stack(model, name):
                 shape = (model.spec.n_layer, *shape)
             slots[f"{name}.{side}"] = jnp.zeros(shape, jnp.float32)
@@ -268,7 +275,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     return str(cast_formats[kind] if is_cast else stored_format)
 
 
-def attach_probes(model: Model, bound: Any, slots: Slots) -> Any:
+def attach_probes(model: Model, bound: Any, slots: SlotsByName) -> Any:
     """Put a probe at every slot of the bound model, and return the model."""
     for name, module, path, sides in list(probed_layers(bound)):
         probes = {}
@@ -279,24 +286,24 @@ def attach_probes(model: Model, bound: Any, slots: Slots) -> Any:
                 strict=True,
             )
             measures = [
-                with_blocks(functools.partial(figures, fmt=fmt), blocks)
+                with_blocks(functools.partial(array_figures, fmt=fmt), blocks)
                 for fmt, blocks in both
             ]
-            probes[side] = Probe(slots[f"{name}.{side}"], *measures)
+            probes[side] = FigureProbe(slots[f"{name}.{side}"], *measures)
         *parents, last_key = path
         parent: Any = bound
         for key in parents:
             parent = parent[key] if isinstance(key, int) else getattr(parent, key)
         if isinstance(last_key, int):
-            parent[last_key] = Probed(module, probes)
+            parent[last_key] = ProbedModule(module, probes)
         else:
-            setattr(parent, last_key, Probed(module, probes))
+            setattr(parent, last_key, ProbedModule(module, probes))
     return bound
 
 
 def gradients(
     model: Model, state: TrainState, batch: Tokens, step: jax.Array
-) -> tuple[Any, Slots]:
+) -> tuple[Any, SlotsByName]:
     """Return the gradients of the first micro-batch, and the filled slots.
 
     Dropout depends on the number `step`.
@@ -306,12 +313,12 @@ def gradients(
 
     def probed_gradients(
         params: Any,
-        slots: Slots,
+        slots: SlotsByName,
         tokens: jax.Array,
         segments: jax.Array | None,
         keys_B: jax.Array,
     ) -> Any:
-        def loss(params: Any, slots: Slots) -> jax.Array:
+        def loss(params: Any, slots: SlotsByName) -> jax.Array:
             def bind_probed(*arguments: Any) -> Any:
                 return attach_probes(model, model.training.bind(*arguments), slots)
 
@@ -357,7 +364,7 @@ def moments_by_name(state: Any, optimizer: str, key: str) -> dict[str, Any]:
 
 def stored_gradients(
     task: TrainTask, state: TrainState, batch: Tokens, step: jax.Array
-) -> tuple[Any, dict[str, Any], Slots]:
+) -> tuple[Any, dict[str, Any], SlotsByName]:
     """Return the gradients as stored, some of them before their cast, and the slots.
 
     The optimizer gets the stored gradients. Those before the cast are keyed by name,
@@ -374,7 +381,7 @@ def stored_gradients(
     return stored, uncast, filled_slots
 
 
-def tensor_figures(
+def stored_figures(
     data: jax.Array,
     scale: Any,
     uncast: jax.Array | None,
@@ -386,14 +393,14 @@ def tensor_figures(
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
-      uncast: values before the cast, `exact` of `stats.figures`; or None.
+      uncast: values before the cast, `exact` of `probe.array_figures`; or None.
       settings: the format of the next cast, or that cast in blocks; whether zeros
-        count, as in `stats.figures`; and whether the tensor is a stack.
+        count, as in `probe.array_figures`; and whether the tensor is a stack.
     """
     fmt, blocks, zeros, stacked = settings
 
     def measure(data: jax.Array, scale: Any, uncast: Any) -> jax.Array:
-        row = figures(with_scale(data, scale), fmt, uncast, zeros=zeros)
+        row = array_figures(with_scale(data, scale), fmt, uncast, zeros=zeros)
         if blocks is None:
             return row
         return jnp.concatenate([row, blocks.measure(data, axis=0)])
@@ -452,7 +459,7 @@ def make_numerics(
     optimizer = task.optimizer_settings.name
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     get_gradients = jit(functools.partial(stored_gradients, task))
-    measure = jit(tensor_figures, static_argnums=3)
+    measure = jit(stored_figures, static_argnums=3)
     gather = jit(lambda params: params)
     operand_format = forward_format(model.policy)
     _, kernel_blocks, _ = operand_casts(model.policy, model.policy.backward)
@@ -511,13 +518,13 @@ def make_numerics(
             "nu": figures_by_name(nu, {}, zeros=False),
         }
         measured = jax.device_get(measured)
-        figure_names = (*FIGURES, *BLOCK_FIGURES)
+        figure_names = (*FIGURE_NAMES, *BLOCK_FIGURES)
         row = {} if sharpness is None else sharpness(sharded_state, grads, batch, step)
         for kind in CLASSES:
             for layer, values in in_forward_order(model, measured[kind]):
                 # Only some layers have figures of blocks.
                 for figure, value in zip(figure_names, values.tolist(), strict=False):
-                    if figure in FIGURES or not math.isnan(value):
+                    if figure in FIGURE_NAMES or not math.isnan(value):
                         row[f"numerics/{kind}/{layer}/{figure}"] = value
         return {name: float(f"{value:.6g}") for name, value in row.items()}
 

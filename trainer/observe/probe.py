@@ -19,13 +19,13 @@ from scalify_core.numerics import formats
 from scalify_core.numerics.formats import FloatFormat, pow2_floor
 from scalify_core.ops.composite import composite
 
-FIGURES = ("exponent", "rms", "underflow", "saturated")
+FIGURE_NAMES = ("exponent", "rms", "underflow", "saturated")
 
 
-def figures(
+def array_figures(
     x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
 ) -> jax.Array:
-    """Return FIGURES of an array, or of a ScaledArray with one scale: FP32 [4].
+    """Return FIGURE_NAMES of an array, or of a ScaledArray with one scale: FP32 [4].
 
     - exponent: log2 of the scale; 0 for a plain array.
     - rms: root mean square of the data, without the scale; a narrow format holds most
@@ -91,17 +91,17 @@ def _rms(magnitude: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)))) * unit
 
 
-# Figures of an array and its gradient inside a program, without changing its results.
-# A probe is the identity. The gradient of its second argument, `zeros(SLOT)`, holds
-# figures: one row for the array, one for the array's gradient. A slot has more columns
-# where a measure of the caller's has more figures; the shorter row then ends in NaN. So
-# figures come out of any differentiated function as gradients do, through scan (stacked
-# over its steps), remat and `scalify`, by
-# `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT))`. Under `scalify` they are figures of
-# the data, in its format, and of the scale. Use a slot in one probe only: the figures
-# of two would be added.
+# A probe measures an array and its gradient inside a program, without changing its
+# results. It is the identity. The gradient of its second argument, `zeros(SLOT_SHAPE)`,
+# holds the figures: one row for the array, one for the array's gradient. A slot has
+# more columns where a measure of the caller's has more figures; the shorter row then
+# ends in NaN. So figures come out of any differentiated function as gradients do,
+# through scan (stacked over its steps), remat and `scalify`, by
+# `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT_SHAPE))`. Under `scalify` they are
+# figures of the data, in its format, and of the scale. Use a slot in one probe only:
+# the figures of two would be added.
 
-SLOT = (2, len(FIGURES))  # of the array and of its gradient
+SLOT_SHAPE = (2, len(FIGURE_NAMES))  # row 0: the array; row 1: its gradient
 Measure = Callable[[Any], jax.Array]  # of an array or a ScaledArray: FP32 [figures]
 
 
@@ -109,15 +109,15 @@ def probe(
     x: jax.Array,
     slot: jax.Array,
     *,
-    forward: Measure = figures,
-    backward: Measure = figures,
+    forward: Measure = array_figures,
+    backward: Measure = array_figures,
 ) -> jax.Array:
     """Return `x`; the gradient of `slot` becomes the figures of `x` and its gradient.
 
     Args:
         x: float array; a ScaledArray under `scalify`.
-        slot: FP32 zeros of the shape SLOT; they are not read.
-        forward: measures `x`; `figures` with the format that it is cast to next.
+        slot: FP32 zeros of the shape SLOT_SHAPE; they are not read.
+        forward: measures `x`; `array_figures` with the format that it is cast to next.
         backward: the same for the gradient of `x`.
     """
     return _probe(x, slot, forward=forward, backward=backward)

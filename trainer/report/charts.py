@@ -32,7 +32,7 @@ COLORS = (
     "#000000",
 )
 
-LIMIT = "#7f7f7f"
+LIMIT_COLOR = "#7f7f7f"
 
 
 def color_number(i: int) -> str:
@@ -48,7 +48,7 @@ def color_number(i: int) -> str:
 
 
 @dataclass(frozen=True)
-class Clock:
+class StepAxes:
     """Tokens and hours of a run at its steps; without steps it knows neither."""
 
     steps: Sequence[float] = ()
@@ -70,7 +70,7 @@ class Line:
     """A series, in which values that are not finite leave a gap.
 
     Attributes:
-      clock: tokens and hours of the steps.
+      axes: tokens and hours of the steps.
       dots: whether points are marked, for short series.
       faint: whether it is the raw series behind a smoothed one; not in the legend.
     """
@@ -81,11 +81,11 @@ class Line:
     color: str = COLORS[0]
     dots: bool = False
     faint: bool = False
-    clock: Clock = Clock()
+    axes: StepAxes = StepAxes()
 
 
 @dataclass(frozen=True)
-class Mark:
+class EventMark:
     """An event at x: a vertical line with a tooltip."""
 
     x: float
@@ -108,7 +108,7 @@ class Chart:
     unit: str = ""
     from_zero: bool = False
     limit: float | None = None
-    marks: Sequence[Mark] = ()
+    event_marks: Sequence[EventMark] = ()
 
     @property
     def shown(self) -> list[Line]:
@@ -118,40 +118,42 @@ class Chart:
             return shown
         xs = [x for line in shown for x in line.xs]
         ends, across = (min(xs), max(xs)), (self.limit, self.limit)
-        return [*shown, Line("limit", ends, across, LIMIT, clock=shown[0].clock)]
+        return [*shown, Line("limit", ends, across, LIMIT_COLOR, axes=shown[0].axes)]
 
 
-class Choice(NamedTuple):
-    """A value of one of several choices.
+class SweepPoint(NamedTuple):
+    """The result of a run of a sweep.
 
     Attributes:
+      x: the value of the swept key.
       text: the tooltip.
       group: the line that it belongs to.
     """
 
-    choice: str
+    x: str
     y: float
     text: str
     group: str = ""
 
 
 @dataclass(frozen=True)
-class ChoiceChart:
-    """Values over choices, in the given order.
+class SweepChart:
+    """Results over the values of a key, in the given order.
 
-    A line for each group joins the lowest value of each choice.
+    A line for each group joins the lowest result of each value.
 
     Attributes:
-      unit: of the values, beside the title.
+      xs: the values of the swept key.
+      unit: of the results, after the title.
     """
 
     title: str
-    choices: Sequence[str]
-    points: Sequence[Choice]
+    xs: Sequence[str]
+    points: Sequence[SweepPoint]
     unit: str = ""
 
     @property
-    def shown(self) -> list[Choice]:
+    def shown(self) -> list[SweepPoint]:
         """The points with a finite value."""
         return [point for point in self.points if math.isfinite(point.y)]
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
-from trainer.report.charts import Choice, ChoiceChart
-from trainer.report.page import comparison
+from trainer.report.charts import SweepChart, SweepPoint
+from trainer.report.page import comparison_page
 from trainer.report.run_records import (
     FORKED,
     SCHEDULE_CHANGED,
-    History,
+    RunRecords,
     finite,
 )
 from trainer.run.rundir import MAY_CHANGE
@@ -60,12 +60,12 @@ class Entry(NamedTuple):
     """A run of a comparison.
 
     Attributes:
-      mark: RANKED, or why the run is not ranked.
+      ranking: RANKED, or why the run is not ranked.
       loss: the last validation loss, nats; infinite where the run is not ranked.
     """
 
-    history: History
-    mark: str
+    history: RunRecords
+    ranking: str
     loss: float
 
     @property
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
         A run without a final loss does: the mean of the others would flatter them.
         """
-        return self.mark in (RANKED, NO_FINAL_LOSS)
+        return self.ranking in (RANKED, NO_FINAL_LOSS)
 
 
 def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
@@ -89,7 +89,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
           written.
     """
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
-    read = [History.read(path, name) for name, path in run_dirs.items()]
+    read = [RunRecords.read(path, name) for name, path in run_dirs.items()]
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
@@ -106,9 +106,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         if len(set(changes)) > 1:
             others[SCHEDULE_CHANGED] = changes
         table = varied | final_metrics(histories) | others
-        unranked = {e.history.name: e.mark for e in entries if e.mark != RANKED}
+        unranked = {e.history.name: e.ranking for e in entries if e.ranking != RANKED}
         if unranked:
-            table = {"validation text": [entry.mark for entry in entries]} | table
+            table = {"validation text": [entry.ranking for entry in entries]} | table
         rows = [["", *(h.name for h in histories)]]
         rows += [[key, *values] for key, values in table.items()]
         if len(histories) > MAX_RUN_COLUMNS:
@@ -134,7 +134,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
             for key, values in set_keys.items()
             if key != SEED and (groups := differing_alone(key, all_keys))
         ]
-        page = comparison(
+        page = comparison_page(
             histories, rows, pictures, [*best_run, *hints], means, unranked
         )
         page = page.replace("<head>", f"<head>{runs_tag(paths)}", 1)
@@ -146,7 +146,7 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
     ]
 
 
-def ranked_entries(histories: Sequence[History]) -> list[Entry]:
+def ranked_entries(histories: Sequence[RunRecords]) -> list[Entry]:
     """Return the runs, the best first, and those that are not ranked last.
 
     Only runs whose last validation read the same text are ranked. That text is one that
@@ -160,12 +160,15 @@ def ranked_entries(histories: Sequence[History]) -> list[Entry]:
     )
     entries = []
     for h in histories:
-        mark = mark_of(h, ranked_text)
-        entries.append(Entry(h, mark, final_loss(h) if mark == RANKED else math.inf))
-    return sorted(entries, key=lambda e: (not e.is_counted, e.mark != RANKED, e.loss))
+        ranking = ranking_of(h, ranked_text)
+        loss = final_loss(h) if ranking == RANKED else math.inf
+        entries.append(Entry(h, ranking, loss))
+    return sorted(
+        entries, key=lambda e: (not e.is_counted, e.ranking != RANKED, e.loss)
+    )
 
 
-def last_validated(h: History) -> ValidatedText:
+def last_validated(h: RunRecords) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
     steps, _ = finite(h.line("val/loss"))
     if steps:
@@ -173,12 +176,12 @@ def last_validated(h: History) -> ValidatedText:
     return final_validated(h)
 
 
-def final_validated(h: History) -> ValidatedText:
+def final_validated(h: RunRecords) -> ValidatedText:
     """Return the text that a run validates on after its last step."""
     return validated(h, h.settings.get("train.steps", 0))
 
 
-def validated(h: History, step: int) -> ValidatedText:
+def validated(h: RunRecords, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
     source = [h.validation_digest, *validation_shares(h)]
     if h.settings.get("data.boundary_loss") is False:
@@ -187,7 +190,7 @@ def validated(h: History, step: int) -> ValidatedText:
     return ValidatedText(tuple(source), h.validated_tokens(step), before_end)
 
 
-def validation_shares(h: History) -> list[str]:
+def validation_shares(h: RunRecords) -> list[str]:
     """Return the shares of a mixture's sources in every validation, those that the run
     ends with; empty for another text.
     """
@@ -200,7 +203,7 @@ def validation_shares(h: History) -> list[str]:
     return [f"{weight / math.fsum(last):.6f}" for weight in last]
 
 
-def mark_of(h: History, ranked: ValidatedText) -> str:
+def ranking_of(h: RunRecords, ranked: ValidatedText) -> str:
     """Return RANKED for a run that was last validated on this text, or why it is not
     ranked.
     """
@@ -434,12 +437,12 @@ def over_seeds(entries: Sequence[Entry], settings: Table) -> list[list[str]]:
     ]
 
 
-def final_loss(h: History) -> float:
+def final_loss(h: RunRecords) -> float:
     """Return the last validation loss; infinite where there is none."""
     return (finite(h.line("val/loss"))[1] or [float("inf")])[-1]
 
 
-def best_loss(h: History) -> str:
+def best_loss(h: RunRecords) -> str:
     """Return the lowest comparable validation loss, to four digits; `-`: none."""
     losses = [loss for _, loss in h.comparable_validations]
     if losses:
@@ -447,7 +450,7 @@ def best_loss(h: History) -> str:
     return "-"
 
 
-def final_metrics(histories: Sequence[History]) -> dict[str, list[str]]:
+def final_metrics(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the final metrics of the runs, by name: those that any run has."""
     all_metrics = {
         "validation loss": [h.last("val/loss") for h in histories],
@@ -466,7 +469,7 @@ def picture(
     key: str,
     values: Sequence[str],
     groups: Mapping[str, Sequence[int]],
-) -> ChoiceChart:
+) -> SweepChart:
     """Return a chart of the last validation losses over the values of a key.
 
     `groups`: runs that differ in the key alone, by their other settings.
@@ -478,8 +481,8 @@ def picture(
         for i in group:
             entry = entries[i]
             text = f"{entry.history.name}: {entry.loss:.6g}"
-            points.append(Choice(values[i], entry.loss, text, rest))
-    return ChoiceChart(
+            points.append(SweepPoint(values[i], entry.loss, text, rest))
+    return SweepChart(
         f"Validation loss by {key}",
         order,
         points,
@@ -505,7 +508,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     raise UserError("one run directory is given twice; give different ones")
 
 
-def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
+def overridden(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the values of the keys and groups that users set, where they differ.
 
     Values come from the resolved configurations: a run's last start need not repeat the
@@ -545,7 +548,7 @@ def overridden(histories: Sequence[History]) -> dict[str, list[str]]:
     return varied
 
 
-def differing_settings(histories: Sequence[History]) -> dict[str, list[str]]:
+def differing_settings(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the values of each configuration key that is not the same in all runs."""
     trees = [h.settings for h in histories]
     keys = dict.fromkeys(key for tree in trees for key in tree)

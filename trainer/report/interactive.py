@@ -17,8 +17,8 @@ from bokeh.resources import Resources
 
 from trainer.report.charts import (
     Chart,
-    ChoiceChart,
     Line,
+    SweepChart,
     color_number,
     thinned,
     value_range,
@@ -37,7 +37,7 @@ SCRIPT = """
 document.querySelector(".controls").hidden = false;
 function plots() {
   const all = Bokeh.documents.flatMap((doc) => doc.roots());
-  return all.filter((plot) => plot.name != "choices");
+  return all.filter((plot) => plot.name != "sweep");
 }
 function showX(name) {
   for (const plot of plots()) {
@@ -79,7 +79,7 @@ def columns(line: Line) -> dict[str, Any]:
     """Return a line's points by column, at most `MAX_POINTS`."""
     points = thinned(line.xs, line.ys)
     steps = [x for x, _ in points]
-    tokens, hours = line.clock.at(steps)
+    tokens, hours = line.axes.at(steps)
     return {
         "x": steps,
         "y": [y for _, y in points],
@@ -147,17 +147,16 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
                 visible=False,
             )
         )
-    if chart.marks:
-        steps = [m.x for m in chart.marks]
-        clock = chart.shown[0].clock
-        tokens, hours = clock.at(steps)
+    if chart.event_marks:
+        steps = [mark.x for mark in chart.event_marks]
+        tokens, hours = chart.shown[0].axes.at(steps)
         marks = {
             "x": steps,
             "step": steps,
             "tokens": tokens,
             "hours": hours,
-            "color": [m.color for m in chart.marks],
-            "text": [m.text for m in chart.marks],
+            "color": [mark.color for mark in chart.event_marks],
+            "text": [mark.text for mark in chart.event_marks],
         }
         spans = fig.vspan(
             "x", source=ColumnDataSource(marks), color="color", line_dash="dashed"
@@ -166,20 +165,20 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
     return fig
 
 
-def plot_choices(chart: ChoiceChart) -> Any:
-    """Return a Bokeh figure of values over choices."""
+def plot_sweep(chart: SweepChart) -> Any:
+    """Return a Bokeh figure of the results of a sweep."""
     ys = [point.y for point in chart.shown]
     low, high, _ = value_range([Line("", [0.0] * len(ys), ys, dots=True)])
-    fig = empty_plot(low, high, name="choices", x_range=list(chart.choices))
+    fig = empty_plot(low, high, name="sweep", x_range=list(chart.xs))
     for group, color in group_colors(chart).items():
         points = [point for point in chart.shown if point.group == group]
         lowest: dict[str, float] = {}
         for point in sorted(points, key=lambda point: point.y):
-            lowest.setdefault(point.choice, point.y)
-        ordered = [choice for choice in chart.choices if choice in lowest]
-        fig.line(ordered, [lowest[choice] for choice in ordered], color=color)
+            lowest.setdefault(point.x, point.y)
+        ordered = [x for x in chart.xs if x in lowest]
+        fig.line(ordered, [lowest[x] for x in ordered], color=color)
         columns = {
-            "x": [point.choice for point in points],
+            "x": [point.x for point in points],
             "y": [point.y for point in points],
             "text": [point.text for point in points],
         }
@@ -189,7 +188,7 @@ def plot_choices(chart: ChoiceChart) -> Any:
     return fig
 
 
-def group_colors(chart: ChoiceChart) -> dict[str, str]:
+def group_colors(chart: SweepChart) -> dict[str, str]:
     """Return the color of each group that has a value."""
     groups = dict.fromkeys(point.group for point in chart.shown)
     return {group: color_number(i) for i, group in enumerate(groups)}
@@ -204,10 +203,10 @@ def legend(colors: Mapping[str, str]) -> str:
     )
 
 
-def framed(chart: Chart | ChoiceChart, element: str) -> str:
+def framed(chart: Chart | SweepChart, element: str) -> str:
     """Return a drawn chart below its title and its legend."""
     note = ""
-    if isinstance(chart, ChoiceChart):
+    if isinstance(chart, SweepChart):
         colors = group_colors(chart)
     else:
         colors = {line.name: line.color for line in chart.shown if not line.faint}
@@ -221,7 +220,7 @@ def framed(chart: Chart | ChoiceChart, element: str) -> str:
     )
 
 
-def chart_grid(charts: Sequence[Chart | ChoiceChart]) -> list[str]:
+def chart_grid(charts: Sequence[Chart | SweepChart]) -> list[str]:
     """Return the charts that have values side by side, below their controls, and the
     scripts that draw them.
     """
@@ -230,8 +229,8 @@ def chart_grid(charts: Sequence[Chart | ChoiceChart]) -> list[str]:
         return []
     x_range, plots = DataRange1d(), []
     for chart in shown:
-        if isinstance(chart, ChoiceChart):
-            plots.append(plot_choices(chart))
+        if isinstance(chart, SweepChart):
+            plots.append(plot_sweep(chart))
         else:
             plots.append(plot(chart, x_range))
     script, elements = components(plots)

@@ -13,8 +13,8 @@ from pathlib import Path
 from trainer.files import read_file, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
-from trainer.report.charts import COLORS, Chart, ChoiceChart, Line, color_number
-from trainer.report.run_records import History, color_of, finite, read_text
+from trainer.report.charts import COLORS, Chart, Line, SweepChart, color_number
+from trainer.report.run_records import RunRecords, color_of, finite, read_text
 from trainer.report.verdicts import (
     FP8_TENSORS,
     GRADE_LABELS,
@@ -72,7 +72,7 @@ pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-
 """
 
 
-def ending(h: History) -> str:
+def ending(h: RunRecords) -> str:
     """Return `N of M steps: ending; tokens`.
 
     A run that was killed leaves no event, so it may also be still running.
@@ -93,7 +93,7 @@ def ending(h: History) -> str:
     return f"{last:,}{total} steps: {how}; {short(h.rows[-1]['tokens'])} tokens"
 
 
-def subject(h: History) -> str:
+def subject(h: RunRecords) -> str:
     """Return model, text, devices and seed, as far as they are known."""
     settings, facts = h.settings, h.facts
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
@@ -118,7 +118,7 @@ def subject(h: History) -> str:
     return "; ".join(filter(None, parts))
 
 
-def arithmetic(h: History) -> str:
+def arithmetic(h: RunRecords) -> str:
     """Return the precision and its meaning; empty where it is unknown."""
     name, meaning = h.settings.get("precision.name"), h.facts.get("arithmetic")
     if not name:
@@ -130,7 +130,7 @@ def arithmetic(h: History) -> str:
     return text
 
 
-def charts(h: History) -> list[Chart]:
+def charts(h: RunRecords) -> list[Chart]:
     """Return the charts of a run that have recorded values.
 
     Lines of numerics that are flat by design are left out: saturation and underflow in
@@ -208,11 +208,13 @@ def charts(h: History) -> list[Chart]:
             "powers of two, the largest and smallest of the layers",
         ),
     ]
-    return [replace(chart, marks=h.marks) for chart in all_charts if chart.shown]
+    return [
+        replace(chart, event_marks=h.event_marks) for chart in all_charts if chart.shown
+    ]
 
 
 def min_max_lines(
-    h: History, statistic: str, *ends: str, factor: float = 1.0
+    h: RunRecords, statistic: str, *ends: str, factor: float = 1.0
 ) -> list[Line]:
     """Return lines of a statistic's extremes over the layers, for each tensor class.
 
@@ -231,7 +233,7 @@ def min_max_lines(
     return lines
 
 
-def relative_underflow(h: History) -> list[Line]:
+def relative_underflow(h: RunRecords) -> list[Line]:
     """Return lines of the worst underflow, in percent of the tensor's RMS."""
     measured = [
         quantization_errors(numerics, h.settings, h.fp8_layers, "underflow")
@@ -246,11 +248,13 @@ def relative_underflow(h: History) -> list[Line]:
                 100 * errors.get(kind, no_error).severity for errors in measured
             ]
             name = kind.replace("_", " ")
-            lines.append(Line(name, steps, percents, color, dots=True, clock=h.clock))
+            lines.append(
+                Line(name, steps, percents, color, dots=True, axes=h.step_axes)
+            )
     return lines
 
 
-def drawn(all_charts: Sequence[Chart | ChoiceChart]) -> list[str]:
+def drawn(all_charts: Sequence[Chart | SweepChart]) -> list[str]:
     """Return the parts of a page that show charts."""
     # Bokeh takes a second to import.
     from trainer.report.interactive import chart_grid
@@ -258,7 +262,7 @@ def drawn(all_charts: Sequence[Chart | ChoiceChart]) -> list[str]:
     return chart_grid(all_charts)
 
 
-def relative_learning_rate(h: History) -> Line:
+def relative_learning_rate(h: RunRecords) -> Line:
     """Return the ratio of the learning rate to the critical one, where measured."""
     sharpness = h.line("sharpness/critical", dots=True)
     rates = {row["step"]: float(row["lr"]) for row in h.rows if "lr" in row}
@@ -270,7 +274,7 @@ def relative_learning_rate(h: History) -> Line:
 
 
 def render(
-    h: History, *, pictures: Mapping[str, bytes], sample: str, environment: str
+    h: RunRecords, *, pictures: Mapping[str, bytes], sample: str, environment: str
 ) -> str:
     """Return the page. `pictures`: PNGs by title."""
     answers = [learning(h), healthy(h), fast(h)]
@@ -315,10 +319,10 @@ def render(
     return page(h.name, sections)
 
 
-def comparison(
-    histories: Sequence[History],
+def comparison_page(
+    histories: Sequence[RunRecords],
     table: Sequence[Sequence[str]],
-    pictures: Sequence[ChoiceChart],
+    pictures: Sequence[SweepChart],
     verdict: Sequence[str],
     means: Sequence[Sequence[str]],
     unranked: Collection[str] = (),
@@ -406,7 +410,7 @@ def write_report(run_dir: Path) -> Path:
       UserError: no log, a malformed file, a link (whose target would be published), or
           a full disk.
     """
-    history, numerics = History.read(run_dir), run_dir / "numerics"
+    history, numerics = RunRecords.read(run_dir), run_dir / "numerics"
     samples = read_samples(run_dir / "samples.txt")
     with well_formed(f"a record in {run_dir}", "repair or remove the file"):
         text = render(

@@ -21,7 +21,7 @@ from trainer.files import (
 )
 from trainer.observe.display import short
 from trainer.observe.records import read_rows, without_layers
-from trainer.report.charts import COLORS, Clock, Line, Mark, smoothed
+from trainer.report.charts import COLORS, EventMark, Line, StepAxes, smoothed
 from trainer.text import override
 
 # Colors of events, by the first of these phrases in them.
@@ -101,7 +101,7 @@ def refuse_out_of_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Non
 
 
 @dataclass(frozen=True)
-class History:
+class RunRecords:
     """The records of a run.
 
     Attributes:
@@ -180,10 +180,10 @@ class History:
         """Return the values of a key, from the rows that have it."""
         points = [(row["step"], float(row[key])) for row in self.rows if key in row]
         steps, values = [x for x, _ in points], [y for _, y in points]
-        return Line(name, steps, values, color, **look, clock=self.clock)
+        return Line(name, steps, values, color, **look, axes=self.step_axes)
 
     @functools.cached_property
-    def clock(self) -> Clock:
+    def step_axes(self) -> StepAxes:
         """Tokens and hours of training after each step that has a row."""
         steps = [float(row["step"]) for row in self.rows]
         # A row's time is the mean of the steps since the row before.
@@ -194,7 +194,7 @@ class History:
             )
         ]
         finite_hours = (hours if math.isfinite(hours) else 0.0 for hours in taken)
-        return Clock(
+        return StepAxes(
             steps,
             [float(row["tokens"]) for row in self.rows],
             list(itertools.accumulate(finite_hours)),
@@ -348,10 +348,10 @@ class History:
         ]
 
     @property
-    def marks(self) -> list[Mark]:
+    def event_marks(self) -> list[EventMark]:
         """The events as vertical lines of a chart."""
         return [
-            Mark(step, f"step {step}: {text}", color_of(text))
+            EventMark(step, f"step {step}: {text}", color_of(text))
             for step, text in self.events
         ]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.display import short
 from trainer.precision.methods import METHODS
-from trainer.report.run_records import AS_TRAINED, History, finite
+from trainer.report.run_records import AS_TRAINED, RunRecords, finite
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
 GRADE_LABELS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
@@ -63,7 +63,7 @@ JUMP, JUMP_SIGMAS, JUMP_WINDOW = 0.2, 8.0, 8
 
 
 @dataclass(frozen=True)
-class Answer:
+class Verdict:
     """An answer: a grade, and the reason, most important line first."""
 
     question: str
@@ -71,22 +71,22 @@ class Answer:
     text: str
 
 
-def learning(h: History) -> Answer:
-    """Answer from the validation losses, or without them from the training losses."""
+def learning(h: RunRecords) -> Verdict:
+    """Verdict from the validation losses, or without them from the training losses."""
     validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
     losses, all_losses = finite(h.line("train/loss"))[1], h.line("train/loss").ys
     question = "Is it learning?"
     last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
     if sum(map(math.isfinite, last_tenth)) <= len(last_tenth) / 2:
-        return Answer(
+        return Verdict(
             question,
             BAD,
             f"Most of the last {len(last_tenth):,} training losses are not finite.",
         )
     if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
-        return Answer(question, BAD, "The last validation loss is not finite.")
+        return Verdict(question, BAD, "The last validation loss is not finite.")
     if len(losses) < 2:
-        return Answer(question, FAIR, "Too few steps to tell.")
+        return Verdict(question, FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
     # A run that starts from trained weights has no high first loss to fall from.
     first_losses = losses[:tenth] if h.started_from else losses[:1]
@@ -98,33 +98,33 @@ def learning(h: History) -> Answer:
     )
     grade, reason = _training_grade(h, first_losses, last_losses)
     if not validation:
-        return Answer(question, grade, f"{training}. There was no validation.{reason}")
+        return Verdict(question, grade, f"{training}. There was no validation.{reason}")
     val_step, val_loss = validation[-1]
     text = f"On unseen text the loss is {val_loss:.3f} nats a token"
     text += f"{_bits_per_byte(h)}."
     evaluation = _in_other_precisions(h, val_step)
     if grade == BAD or (val_loss >= first and not h.started_from):
-        return Answer(
+        return Verdict(
             question,
             BAD,
             f"{text} That is no better than at the start.\n{training}.{evaluation}",
         )
     if grade == FAIR:
-        return Answer(question, FAIR, f"{text}\n{training}.{reason}{evaluation}")
+        return Verdict(question, FAIR, f"{text}\n{training}.{reason}{evaluation}")
     if doubt := _near_guessing(h, val_loss) or _too_few_tokens(h, val_step):
-        return Answer(question, FAIR, f"{text} {doubt}\n{training}.{evaluation}")
+        return Verdict(question, FAIR, f"{text} {doubt}\n{training}.{evaluation}")
     if rise := _rise_of_validation(h, val_step):
         best = min(loss for _, loss in h.comparable_validations)
         overfitting = " It memorizes its training text." if last < best else ""
-        return Answer(
+        return Verdict(
             question, FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}"
         )
     trend = _trend(h.comparable_validations, h.rows[0]["step"] - 1)
     gap = _generalization_gap(h, val_loss, last)
-    return Answer(question, GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
+    return Verdict(question, GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
 
 
-def _rise_of_validation(h: History, last_step: int) -> str:
+def _rise_of_validation(h: RunRecords, last_step: int) -> str:
     """Return a clause about a validation loss that was clearly lower before.
 
     Empty: it was not. `last_step`: the step of the last validation, which may have read
@@ -143,7 +143,7 @@ def _rise_of_validation(h: History, last_step: int) -> str:
 
 
 def _training_grade(
-    h: History, first_losses: Sequence[float], last_losses: Sequence[float]
+    h: RunRecords, first_losses: Sequence[float], last_losses: Sequence[float]
 ) -> tuple[str, str]:
     """Return a grade of the training loss, and a sentence if it is not good.
 
@@ -173,7 +173,7 @@ def _training_grade(
     return GOOD, ""
 
 
-def _first_loss_context(h: History, steps: int) -> str:
+def _first_loss_context(h: RunRecords, steps: int) -> str:
     """Return a parenthesis about the first loss, which is the mean over `steps` steps.
 
     It names the weights that the run started from, or the loss of blind guessing.
@@ -187,7 +187,7 @@ def _first_loss_context(h: History, steps: int) -> str:
     return ""
 
 
-def _near_guessing(h: History, val_loss: float) -> str:
+def _near_guessing(h: RunRecords, val_loss: float) -> str:
     """Return a sentence if the validation loss is hardly below that of guessing."""
     ids, bits = h.number("vocabulary"), finite(h.line("val/bits_per_byte"))[1][-1:]
     if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
@@ -200,7 +200,7 @@ def _near_guessing(h: History, val_loss: float) -> str:
     return ""
 
 
-def _too_few_tokens(h: History, step: int) -> str:
+def _too_few_tokens(h: RunRecords, step: int) -> str:
     """Return a sentence if the validation after a step read too few tokens.
 
     The standard deviation of a token's loss is about as large as its mean. So the mean
@@ -217,7 +217,7 @@ def _too_few_tokens(h: History, step: int) -> str:
     )
 
 
-def _bits_per_byte(h: History) -> str:
+def _bits_per_byte(h: RunRecords) -> str:
     """Return the loss in bits per byte of text, compared with a compressor's."""
     bits, xz_bits = (
         finite(h.line(f"val/{key}"))[1][-1:]
@@ -261,7 +261,7 @@ def _trend(validation: list[tuple[int, float]], start: int) -> str:
     return f"\nSince step {step:,} it {change}."
 
 
-def _generalization_gap(h: History, val_loss: float, training_loss: float) -> str:
+def _generalization_gap(h: RunRecords, val_loss: float, training_loss: float) -> str:
     """Return the gap between training and validation loss, and a possible reason."""
     share = 1 - training_loss / val_loss
     if share < MAX_GENERALIZATION_GAP:
@@ -275,7 +275,7 @@ def _generalization_gap(h: History, val_loss: float, training_loss: float) -> st
     return f"{text}. The training text was read {h.epochs:.1f} times, {reason}"
 
 
-def _in_other_precisions(h: History, step: int) -> str:
+def _in_other_precisions(h: RunRecords, step: int) -> str:
     """Return a line about the losses of a step's weights in other precisions."""
     if h.evaluation is None or h.evaluation.step != step:
         return ""
@@ -292,8 +292,8 @@ def _in_other_precisions(h: History, step: int) -> str:
     )
 
 
-def healthy(h: History) -> Answer:
-    """Answer from the events, the watchdog's counts and the numerics."""
+def healthy(h: RunRecords) -> Verdict:
+    """Verdict from the events, the watchdog's counts and the numerics."""
     question, last = "Is it healthy?", h.rows[-1]
     skipped = int(last.get("watchdog/skipped", 0))
     rollbacks = int(last.get("watchdog/rollbacks", 0))
@@ -313,26 +313,26 @@ def healthy(h: History) -> Answer:
     fp8_grade, numerics = _fp8_grade(h)
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
-        return Answer(
+        return Verdict(
             question,
             BAD,
             f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.",
         )
     if jump and not listed:
-        return Answer(
+        return Verdict(
             question,
             BAD if fp8_grade == BAD else FAIR,
             f"No step was skipped, nothing rolled back, no stall. {jump}{numerics}",
         )
     if not listed and not h.numerics and is_low_precision(h.settings):
-        return Answer(
+        return Verdict(
             question,
             UNRATED,
             "No step was skipped, nothing rolled back, no spike, no stall."
             f" {NO_NUMERICS}",
         )
     if not listed:
-        return Answer(
+        return Verdict(
             question,
             fp8_grade,
             f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}",
@@ -340,14 +340,14 @@ def healthy(h: History) -> Answer:
     # The watchdog counts from the first step of all, also before a fork.
     steps = last["step"]
     grade = BAD if skipped > 0.01 * steps or fp8_grade == BAD else FAIR
-    return Answer(
+    return Verdict(
         question,
         grade,
         f"In {steps:,} steps: {listed}; see the events below. {jump}{numerics}",
     )
 
 
-def _jumps(h: History) -> str:
+def _jumps(h: RunRecords) -> str:
     """Return a sentence about the jumps of the training loss; empty: there are none.
 
     Consecutive losses that are jumps count once.
@@ -466,7 +466,7 @@ def _fp8_cast(
     return f"{description} {layer}", FloatFormat.parse(format_name)
 
 
-def _fp8_grade(h: History) -> tuple[str, str]:
+def _fp8_grade(h: RunRecords) -> tuple[str, str]:
     """Return the grade of the last measured saturation and underflow, and a line for
     each.
     """
@@ -497,12 +497,12 @@ def _fp8_grade(h: History) -> tuple[str, str]:
     return max(grades, key=(GOOD, FAIR, BAD).index), text
 
 
-def fast(h: History) -> Answer:
-    """Answer from throughput and its trend, data waits, and MFU if it is known."""
+def fast(h: RunRecords) -> Verdict:
+    """Verdict from throughput and its trend, data waits, and MFU if it is known."""
     question = "Is it fast?"
     _, speeds = finite(h.line("perf/tokens_per_s"))
     if not speeds:
-        return Answer(question, FAIR, "No throughput was recorded.")
+        return Verdict(question, FAIR, "No throughput was recorded.")
     median, tenth = statistics.median(speeds), max(1, len(speeds) // 10)
     final_speed = statistics.median(speeds[-tenth:])
     step_ms = statistics.median(h.line("perf/step_ms").ys)
@@ -515,12 +515,12 @@ def fast(h: History) -> Answer:
         f"{short(median)} tokens/s, {step_ms:,.1f} ms a step{mfu}; {data_wait:.1%} of"
         " it waiting for data."
     )
-    duration = timedelta(seconds=round(3600 * h.clock.hours[-1]))
+    duration = timedelta(seconds=round(3600 * h.step_axes.hours[-1]))
     text += f"\nIts steps took {duration} (h:mm:ss)."
     if data_wait > MAX_DATA_WAIT:
-        return Answer(question, FAIR, f"{text}\nWaiting for data slows it down.")
+        return Verdict(question, FAIR, f"{text}\nWaiting for data slows it down.")
     if final_speed < MIN_SPEED * median:
-        return Answer(
+        return Verdict(
             question,
             UNRATED,
             f"{text}\nIt slowed down: {short(final_speed)} tokens/s at the end."
@@ -531,22 +531,22 @@ def fast(h: History) -> Answer:
             f"It is unsteady: the slowest tenth of its steps ran at {short(slow)}"
             " tokens/s or less."
         )
-        return Answer(question, UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
+        return Verdict(question, UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
     if mfus and statistics.median(mfus) < MIN_MFU:
-        return Answer(
+        return Verdict(
             question,
             FAIR,
             f"{text}\nThat is little; a larger batch or model uses more.",
         )
     text += f"\nSteady to the end{_slow_steps(h, MIN_SPEED * median)}."
     if mfus:
-        return Answer(question, GOOD, text)
-    return Answer(
+        return Verdict(question, GOOD, text)
+    return Verdict(
         question, UNRATED, f"{text}\nThe peak rate of this device is not known."
     )
 
 
-def _slow_steps(h: History, limit: float) -> str:
+def _slow_steps(h: RunRecords, limit: float) -> str:
     """Return how many steps fell below `limit` tokens/s, and how many in a save."""
     line = h.line("perf/tokens_per_s")
     slow = [

@@ -368,7 +368,7 @@ def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> 
     progress = {
         "watchdog": run.recovery.watchdog.state(),
         "unfinished": unfinished,
-        "log": tracker.written(),
+        "log": tracker.checkpoint_state(),
         "totals": dataclasses.asdict(run.totals(run.step)),
     }
     run.session.checkpointer.save(

@@ -6,7 +6,7 @@ from command import crashed_after, here, parameters, stopped_after, values
 
 from trainer.assembly.saved_model import restore_run
 from trainer.report.page import arithmetic
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 
 EMBEDDINGS = (
     "{until:6,trainable:[embeddings],lr:1e-2,schedule:constant,warmup_fraction:0}"
@@ -35,9 +35,9 @@ def test_a_run_stopped_on_both_sides_of_a_border_is_the_same_run(tmp_path):
     output = here(tmp_path, "A", *ARGS, phases)
     assert "phase 1 of 2, steps 1 to 6: embeddings (" in output
     assert "phase 2 of 2, steps 7 to 12: all (" in output
-    facts = History.read(tmp_path / "A").facts
+    facts = RunRecords.read(tmp_path / "A").facts
     assert facts["arithmetic"].startswith("matmuls in bf16; weights bf16")
-    head = arithmetic(History.read(tmp_path / "A"))
+    head = arithmetic(RunRecords.read(tmp_path / "A"))
     assert head.startswith("precision bf16_pure: matmuls in bf16; weights bf16")
     assert head.endswith("; this is the last phase; before it: fp32")
     assert restore_run(tmp_path / "A").precisions == ["fp32", "bf16_pure"]

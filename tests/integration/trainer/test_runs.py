@@ -18,7 +18,7 @@ from trainer.cli.export import main as export
 from trainer.cli.export import model_card
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_run_goes_on_and_is_forked_from_any_step_by_its_directory_alone(
     events = [e for e in read_rows(tmp_path / "M" / "metrics.jsonl") if "event" in e]
     text = f"the learning-rate schedule changed {change}"
     assert events == [{"step": 21, "event": text}]
-    assert History.read(tmp_path / "M").facts["schedule changed"] == change
+    assert RunRecords.read(tmp_path / "M").facts["schedule changed"] == change
     assert main(["resume=A", "resume.step=10", "run_dir=N"]) == 0
     repeated = values(tmp_path / "N")
     assert repeated == rows[10:]  # nothing was changed: the same steps, bit for bit
@@ -217,7 +217,7 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
     assert f"resume={tmp_path}/S/3 train.steps=4" in out
     text = (tmp_path / "S" / "3" / "environment.txt").read_text()
     assert {"optimizer.lr=0.01", "seed=1"} <= set(text.split())
-    assert History.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
+    assert RunRecords.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path, caplog):

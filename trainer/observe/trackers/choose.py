@@ -27,7 +27,7 @@ def make_tracker(
     redo_row: bool = False,
     config: Mapping[str, Any],
     run_id: str | None = None,
-    written: Mapping[str, Any] | None = None,
+    checkpoint_state: Mapping[str, Any] | None = None,
     is_fork: bool = False,
     init: Mapping[str, Any] | None = None,
     custom: Tracker | None = None,
@@ -42,7 +42,8 @@ def make_tracker(
       redo_row: whether the row of step `start` will be recorded again too.
       config: the configuration as nested plain values.
       run_id: W&B's id from the checkpoint; None: the run directory's, or a new one.
-      written: `Tracker.written` of the checkpoint that the run resumes from, or None.
+      checkpoint_state: `Tracker.checkpoint_state` at the checkpoint that the run
+        resumes from, or None.
       is_fork: whether `start` is a step of another run, of which this is a fork.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
       custom: the user's own tracker, which records everything too.
@@ -59,7 +60,7 @@ def make_tracker(
         trackers.append(custom)
     tracker = TrackerGroup(trackers)
     tracker_start = TrackerStart(
-        run_dir, start, redo_row, config, run_id, log, written, is_fork
+        run_dir, start, redo_row, config, run_id, log, checkpoint_state, is_fork
     )
     if tracker_start.is_new:
         # Also with tracker=none: else old logs would become the history of this run.

@@ -203,13 +203,13 @@ class JsonlTracker(Tracker):
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
         last_kept = step - start.redo_row
-        written = start.written or {}
+        saved_digests = start.checkpoint_state or {}
         problems: dict[Path, str] = {}
         sizes: dict[Path, int] = {}
         with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
             for path, saved in (
-                (self.path, written),
-                (self.samples_path, written.get("samples")),
+                (self.path, saved_digests),
+                (self.samples_path, saved_digests.get("samples")),
             ):
                 digest = Digest.from_checkpoint(saved)
                 if digest is None:
@@ -233,7 +233,7 @@ class JsonlTracker(Tracker):
             self._warn(
                 step, f"{path} is not what the run wrote up to step {step}: {text}"
             )
-        if start.written is None and 0 <= self._logged < last_kept:
+        if start.checkpoint_state is None and 0 <= self._logged < last_kept:
             # An event of the next step is cut if the run starts here again.
             self._warn(
                 last_kept + 1,
@@ -258,7 +258,7 @@ class JsonlTracker(Tracker):
     def sample(self, step: int, name: str, text: str) -> None:
         self._samples.append(encode_sample(Sample(step, name, text)))
 
-    def written(self) -> Mapping[str, Any]:
+    def checkpoint_state(self) -> Mapping[str, Any]:
         return self._rows.digest._asdict() | {"samples": self._samples.digest._asdict()}
 
     def flush(self) -> None:

@@ -45,7 +45,7 @@ class TrackerStart:
       config: the configuration as nested plain values.
       id: the tracker's attribute `id` at the newest checkpoint, or None.
       log: the run's own log; None: it has none.
-      written: `Tracker.written` at the newest checkpoint, or None.
+      checkpoint_state: `Tracker.checkpoint_state` at the newest checkpoint, or None.
       is_fork: whether the run starts here from another run's checkpoint.
     """
 
@@ -55,7 +55,7 @@ class TrackerStart:
     config: Mapping[str, Any]
     id: str | None
     log: RunLog | None
-    written: Mapping[str, Any] | None = None
+    checkpoint_state: Mapping[str, Any] | None = None
     is_fork: bool = False
 
     @property
@@ -110,7 +110,7 @@ class Tracker:
     def flush(self) -> None:
         """Make all records survive a kill; called before each checkpoint."""
 
-    def written(self) -> Mapping[str, Any] | None:
+    def checkpoint_state(self) -> Mapping[str, Any] | None:
         """Return JSON values that describe the flushed records, for the checkpoint.
 
         On resume `start` compares the records with them. None: it does not.
@@ -164,11 +164,11 @@ class TrackerGroup(Tracker):
         for tracker in self.trackers:
             tracker.flush()
 
-    def written(self) -> Mapping[str, Any] | None:
+    def checkpoint_state(self) -> Mapping[str, Any] | None:
         for tracker in self.trackers:
-            written = tracker.written()
-            if written is not None:
-                return written
+            state = tracker.checkpoint_state()
+            if state is not None:
+                return state
         return None
 
     def finish(self, exit_code: int = 0) -> None:

@@ -14,7 +14,7 @@ from precisions import SPEC, batch, policy, workload
 
 from trainer.model import Model
 from trainer.observe.numerics import CLASSES, format_name, make_numerics
-from trainer.observe.probe import FIGURES
+from trainer.observe.probe import FIGURE_NAMES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.optimizers import Muon
@@ -62,7 +62,7 @@ def test_the_row_has_every_figure_of_every_layer_and_class(preset):
         f"numerics/{kind}/{layer}/{figure}"
         for kind in CLASSES
         for layer in (LAYERS if kind.startswith("activation") else PARAMETERS)
-        for figure in FIGURES
+        for figure in FIGURE_NAMES
     }
     actual = row(preset)
     assert set(actual) == expected

@@ -33,7 +33,7 @@ class Recording:
         told = ("row", "event", "sample", "picture", "summary", "alert")
         tracker = {name: note(name) for name in told} | {
             "flush": ignore,
-            "written": ignore,
+            "checkpoint_state": ignore,
         }
 
         def save(step, state, meta, val_loss):

@@ -17,7 +17,7 @@ from trainer.assembly import run as assembly
 from trainer.assembly.saved_model import restore_run
 from trainer.cli import export
 from trainer.report.page import ending
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 from trainer.run.checkpoint import Checkpointer
 from trainer.step.state import first_nonfinite_array
 
@@ -116,7 +116,7 @@ def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command
     for _ in range(2):
         with pytest.raises(Diverged, match=message):
             train(configuration("train.steps=4"))
-    history = History.read(folder / "A")
+    history = RunRecords.read(folder / "A")
     assert [text for _, text in history.events if text.startswith("stopped: ")] == [
         "stopped: the last 1 steps were not finite and were skipped"
     ]

@@ -1,4 +1,4 @@
-"""probe.figures, counted by hand, in every format, for plain arrays and
+"""probe.array_figures, counted by hand, in every format, for plain arrays and
 ScaledArrays."""
 
 import functools
@@ -13,13 +13,13 @@ from numpy.testing import assert_allclose
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
-from trainer.observe.probe import FIGURES, figures
+from trainer.observe.probe import FIGURE_NAMES, array_figures
 
 
 def shown(x, **options):
     """Its figures, by name."""
-    numbers = jax.jit(functools.partial(figures, **options))(x)
-    return types.SimpleNamespace(**dict(zip(FIGURES, numbers, strict=True)))
+    numbers = jax.jit(functools.partial(array_figures, **options))(x)
+    return types.SimpleNamespace(**dict(zip(FIGURE_NAMES, numbers, strict=True)))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, FP16, BF16], ids=str)

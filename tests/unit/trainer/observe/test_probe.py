@@ -12,9 +12,9 @@ from propagated import scalify
 
 from scalify_core import ScaledArray, asarray
 from scalify_core.ops.functional import gelu
-from trainer.observe.probe import FIGURES, SLOT, figures, probe
+from trainer.observe.probe import FIGURE_NAMES, SLOT_SHAPE, array_figures, probe
 
-EMPTY = jnp.zeros(SLOT)
+EMPTY = jnp.zeros(SLOT_SHAPE)
 
 
 def normal(seed, shape=(64, 32)):
@@ -34,14 +34,14 @@ def test_the_slots_gradient_is_the_figures_of_the_array_and_of_its_gradient():
     x, weight = 2 * normal(0), normal(1)
     gradient, actual = jax.jit(probed_gradient())(x, weight, EMPTY)
     assert_array_equal(gradient, 3 * weight)
-    assert_array_equal(actual, [figures(x), figures(3 * weight)])
+    assert_array_equal(actual, [array_figures(x), array_figures(3 * weight)])
 
 
 def test_under_scalify_the_figures_are_those_of_data_and_scale():
     x = ScaledArray((normal(0) * 4).astype(HALF), 2.0**-3)
     weight = ScaledArray(normal(1).astype(HALF), 2.0**-9)
     gradient, actual = jax.jit(scalify(probed_gradient()))(x, weight, EMPTY)
-    assert_array_equal(actual, [figures(x), figures(gradient)])
+    assert_array_equal(actual, [array_figures(x), array_figures(gradient)])
     assert actual[0, 0] == -3
     assert actual[1, 0] == np.log2(float(gradient.scale))
 
@@ -65,13 +65,13 @@ def test_every_step_of_a_scan_has_its_own_figures_and_the_gradient_that_it_has_w
         with_probes, without = scalify(with_probes), scalify(without)
         x = ScaledArray(x.astype(HALF), 1.0)
         weights = ScaledArray((weights * 4).astype(HALF), 0.25)
-    gradient, actual = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT)))
+    gradient, actual = jax.jit(with_probes)(x, weights, jnp.zeros((3, *SLOT_SHAPE)))
     expected = jax.jit(without)(x, weights, None)
     assert_array_equal(asarray(gradient), asarray(expected))
     h = asarray(x)
     for weight, (forward, _) in zip(asarray(weights), actual, strict=True):
         h = h @ weight
-        size = dict(zip(FIGURES, forward.tolist(), strict=True))
+        size = dict(zip(FIGURE_NAMES, forward.tolist(), strict=True))
         expected = jnp.sqrt(jnp.mean(jnp.square(h)))
         # Data in FP16: one rounding of each element and layer, and those of the layers
         # before.

@@ -15,7 +15,7 @@ from trainer.report.comparison import (
     overridden,
     ranked_entries,
 )
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 
 
 def make_run(folder, loss, overrides, *, digest="a", **settings):
@@ -114,7 +114,7 @@ def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     ):
         settings = {"data": data, "parallel": {"fsdp": fsdp}, "resume": resume}
         make_run(tmp_path / name, 3.0, overrides, seed=0, **settings)
-    a, b, c = (History.read(tmp_path / name, name) for name in "abc")
+    a, b, c = (RunRecords.read(tmp_path / name, name) for name in "abc")
     assert overridden([a, b]) == {"optimizer.lr": ["0.1", "0.2"]}
     assert differing_settings([a, b]) == {}
     assert overridden([a, c])["data"] == ["text", "hf"]
@@ -155,11 +155,11 @@ def validated(name, loss, tokens, step=2, config=""):
     facts = {"validation digest": "a", "validation tokens": "100,000"}
     facts |= {"final validation tokens": "12800"}
     config = f"train: {{steps: 2}}\n{config}"
-    return History(name, logged, [], config, facts=facts)
+    return RunRecords(name, logged, [], config, facts=facts)
 
 
 def marks(*runs):
-    return [(entry.history.name, entry.mark) for entry in ranked_entries(runs)]
+    return [(entry.history.name, entry.ranking) for entry in ranked_entries(runs)]
 
 
 def test_runs_that_read_less_of_the_validation_text_are_not_ranked():

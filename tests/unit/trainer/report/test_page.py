@@ -5,12 +5,12 @@ import math
 import re
 
 import pytest
-from run_records import FALLING, history, rows, tensor
+from run_records import FALLING, rows, run_records, tensor
 
 from trainer.errors import UserError
 from trainer.observe.records import encode_row, read_rows
 from trainer.report.page import render, write_report
-from trainer.report.run_records import History
+from trainer.report.run_records import RunRecords
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_log_with_a_step_twice_is_refused(run_dir):
         file.write(encode_row(last, {"val/loss": 0.5}))
     message = f"a row of step {last} after that of step {last}, which no run writes"
     with pytest.raises(UserError, match=message):
-        History.read(run_dir)
+        RunRecords.read(run_dir)
 
 
 def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts(
@@ -66,13 +66,13 @@ def test_a_history_has_the_last_figures_of_every_layer_and_the_last_starts_facts
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(encode_row(200, {"train/loss": 1.0, "tokens": 9} | figures))
         file.write(encode_row(201, {"train/loss": 1.0, "tokens": 9}))
-    run = History.read(run_dir)
+    run = RunRecords.read(run_dir)
     assert run.numerics == [(200, figures)]
     assert run.line("numerics/activations/underflow_max").ys == [0.125]
     assert run.facts == {"parameters": "2"}
     assert run.name == "a<b"
     (run_dir / "config.yaml").write_text("tracker: {name: lr/3}\n")
-    assert History.read(run_dir).name == "lr/3"
+    assert RunRecords.read(run_dir).name == "lr/3"
 
 
 HUNG = "no progress for 9 s, in step 101; ended; checkpoints: 50"
@@ -88,7 +88,7 @@ HUNG = "no progress for 9 s, in step 101; ended; checkpoints: 50"
     ],
 )
 def test_the_head_says_how_it_ended(steps, events, says):
-    run = history(rows(FALLING), events, f"train: {{steps: {steps}}}")
+    run = run_records(rows(FALLING), events, f"train: {{steps: {steps}}}")
     page = render(run, pictures={}, sample="", environment="")
     first = re.search("<p class=sub>(.*?)</p>", page)[1]
     assert says in first

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from run_records import FALLING, FP8, history, rows, tensor
+from run_records import FALLING, FP8, rows, run_records, tensor
 
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 
@@ -36,7 +36,7 @@ NEARLY_LEVEL = [5.5 - 1e-6 * i for i in range(100)]
     ],
 )
 def test_learning_is_judged_by_the_course_of_the_losses(losses, val, grade, says):
-    check(learning(history(rows(losses, val))), grade, says)
+    check(learning(run_records(rows(losses, val))), grade, says)
 
 
 LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
@@ -58,17 +58,17 @@ LEVEL = [2.0 - 0.05 * (-1) ** i for i in range(100)]
 )
 def test_a_run_from_weights_is_judged_by_their_loss(losses, val, grade, says):
     for fact in ("forked from", "weights from"):
-        run = history(rows(losses, val), **{fact: "runs/a after step 900"})
+        run = run_records(rows(losses, val), **{fact: "runs/a after step 900"})
         check(learning(run), grade, says.format(fact))
-    assert learning(history(rows(losses, val))).grade != GOOD
+    assert learning(run_records(rows(losses, val))).grade != GOOD
 
 
 def validated(val, tokens):
-    """Return a history of validations that read so many tokens."""
+    """Return the records of validations that read so many tokens."""
     logged = rows(FALLING, val)
     for step, count in tokens.items():
         logged[step - 1]["val/tokens"] = count
-    return history(logged)
+    return run_records(logged)
 
 
 def test_a_validation_of_more_tokens_is_not_compared_with_those_before():
@@ -101,16 +101,18 @@ def test_health_is_judged_by_what_happened(event, counts, grade, says):
     more = {f"watchdog/{name}": count for name, count in counts.items()}
     losses = [5.5 - 0.02 * i for i in range(200)]
     check(
-        healthy(history(rows(losses, **more), [(9, event)] * bool(event))), grade, says
+        healthy(run_records(rows(losses, **more), [(9, event)] * bool(event))),
+        grade,
+        says,
     )
 
 
 def test_a_jump_of_the_loss_is_told_and_noise_is_none():
     losses = [3.0 - 0.01 * i + 0.02 * (i % 3) for i in range(60)]
-    check(healthy(history(rows(losses))), GOOD, "no spike")
+    check(healthy(run_records(rows(losses))), GOOD, "no spike")
     losses[13:15] = [10.3, 4.8]
     jump = "jumped from a median of 2.94 to 10.3 in step 14"
-    check(healthy(history(rows(losses))), FAIR, jump)
+    check(healthy(run_records(rows(losses))), FAIR, jump)
 
 
 def test_narrow_formats_without_numerics_are_not_called_healthy():
@@ -119,7 +121,7 @@ def test_narrow_formats_without_numerics_are_not_called_healthy():
         ("precision: {compute: fp32, mu: fp32}", None, GOOD, "no stall."),
         (FP8, tensor(saturated=0.0), GOOD, "no stall."),
     ):
-        run = history(rows(FALLING), config=config, numerics=numerics)
+        run = run_records(rows(FALLING), config=config, numerics=numerics)
         check(healthy(run), grade, says)
 
 
@@ -139,7 +141,7 @@ def test_a_loss_near_guessing_or_of_few_tokens_is_doubted(
 ):
     logged = rows([12.0 - 0.08 * i for i in range(100)], {100: value})
     logged[-1]["val/bits_per_byte"] = bits
-    check(learning(history(logged, **facts)), grade, says)
+    check(learning(run_records(logged, **facts)), grade, says)
 
 
 MORE_THAN = "of that tensor's RMS (too much from 1%)"
@@ -191,7 +193,7 @@ MORE_THAN = "of that tensor's RMS (too much from 1%)"
 def test_losses_of_eight_bits_are_judged_by_their_share_of_the_tensor(
     figures, config, grade, says
 ):
-    run = history(rows(FALLING), config=config, numerics=figures)
+    run = run_records(rows(FALLING), config=config, numerics=figures)
     check(healthy(run), grade, says)
 
 
@@ -203,7 +205,7 @@ def test_tensors_that_are_not_cast_to_eight_bits_are_not_judged():
         ("activations", "h.1.mlp.c_proj.in", FP8.replace("forward: e4m3", "x: e4m3")),
     ):
         figures = tensor(kind, layer, underflow=0.9, saturated=0.9, rms=1e-6)
-        run = history(rows(FALLING), config=config, numerics=figures)
+        run = run_records(rows(FALLING), config=config, numerics=figures)
         check(healthy(run), GOOD, "no stall.")
 
 
@@ -240,4 +242,4 @@ def steady(i):
 )
 def test_speed_is_judged_by_its_course_and_the_peak(speed, more, grade, says):
     logged = rows(FALLING, speed=speed, **more)
-    check(fast(history(logged, config="checkpoint: {every: 30}")), grade, says)
+    check(fast(run_records(logged, config="checkpoint: {every: 30}")), grade, says)

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.observe.probe import FIGURES
+from trainer.observe.probe import FIGURE_NAMES
 from trainer.observe.records import encode_row
 from trainer.run.builtin_callbacks import pictures, samples
 from trainer.run.callbacks import Interrupted, StepContext
 
 
 def numerics(layer):
-    names = [f"numerics/weights/{layer}/{figure}" for figure in FIGURES]
+    names = [f"numerics/weights/{layer}/{figure}" for figure in FIGURE_NAMES]
     return encode_row(1, dict.fromkeys(names, 1.0))
 
 

@@ -35,7 +35,7 @@ def test_every_call_reaches_every_tracker(tmp_path):
         getattr(TrackerGroup(recorders), name)(*args)
     assert [r.calls for r in recorders] == [calls, calls]
     methods = {name for name in vars(Tracker) if not name.startswith("_")}
-    assert {name for name, *_ in calls} == methods - {"id", "written"}
+    assert {name for name, *_ in calls} == methods - {"id", "checkpoint_state"}
 
 
 def test_every_tracker_finishes_even_if_one_before_it_cannot():

@@ -22,9 +22,9 @@ def loss(step):
     return {"train/loss": 1 / step, "tokens": step * 10}
 
 
-def jsonl(run_dir, *, start=0, redo=False, written=None):
+def jsonl(run_dir, *, start=0, redo=False, state=None):
     tracker = JsonlTracker()
-    tracker.start(TrackerStart(run_dir, start, redo, {}, None, None, written))
+    tracker.start(TrackerStart(run_dir, start, redo, {}, None, None, state))
     return tracker
 
 
@@ -33,8 +33,8 @@ def log_steps(tracker, *steps):
         tracker.row(step, loss(step))
 
 
-def resume(run_dir, step, written, redo=False):
-    jsonl(run_dir, start=step, redo=redo, written=written).finish()
+def resume(run_dir, step, state, redo=False):
+    jsonl(run_dir, start=step, redo=redo, state=state).finish()
     return read_rows(run_dir / "metrics.jsonl")
 
 
@@ -91,12 +91,12 @@ DAMAGE = {
 def test_a_log_that_is_not_as_it_was_written_is_noticed(tmp_path, damage):
     tracker = jsonl(tmp_path)
     log_steps(tracker, 1, 2, 3, 4)
-    written = tracker.written()
+    state = tracker.checkpoint_state()
     tracker.finish()
     path = tmp_path / "metrics.jsonl"
     lines = DAMAGE[damage](path.read_bytes().splitlines(keepends=True))
     path.write_bytes(b"".join(lines))
-    rows = resume(tmp_path, 4, written)
+    rows = resume(tmp_path, 4, state)
     events = [row["event"] for row in rows if "event" in row]
     if damage.startswith("none"):
         assert (events, len(rows)) == ([], 4)
@@ -117,7 +117,7 @@ def test_rows_and_samples_that_no_run_writes_behind_the_checkpoint_are_removed(
     tracker = jsonl(tmp_path)
     log_steps(tracker, 4)
     tracker.sample(4, "sample", "some text")
-    written = tracker.written()
+    state = tracker.checkpoint_state()
     tracker.event(4, "stalled")
     log_steps(tracker, 5)
     tracker.finish()
@@ -125,7 +125,7 @@ def test_rows_and_samples_that_no_run_writes_behind_the_checkpoint_are_removed(
         file.write(encode_row(step, {"val/loss": 0.5}))
     with (tmp_path / "samples.txt").open("ab") as file:
         file.write(encode_sample(Sample(step, "sample", "forged")))
-    rows = resume(tmp_path, 4, written)
+    rows = resume(tmp_path, 4, state)
     assert [row.get("event", row["step"]) for row in rows] == [4, "stalled"]
     assert len(read_samples(tmp_path / "samples.txt")) == 1
 
@@ -204,11 +204,11 @@ def test_samples_that_are_not_as_they_were_written_are_noticed(tmp_path, content
     tracker = jsonl(tmp_path)
     log_steps(tracker, 1)
     tracker.sample(1, "sample", "some text")
-    written = tracker.written()
+    state = tracker.checkpoint_state()
     tracker.finish()
-    assert len(resume(tmp_path, 1, written)) == 1
+    assert len(resume(tmp_path, 1, state)) == 1
     (tmp_path / "samples.txt").write_bytes(content)
-    [event] = [row["event"] for row in resume(tmp_path, 1, written)[1:]]
+    [event] = [row["event"] for row in resume(tmp_path, 1, state)[1:]]
     assert "samples.txt is not what the run wrote" in event
 
 
