@@ -40,6 +40,7 @@ def describe_run(
         batch_tokens=c.train.batch_tokens,
         accum=c.train.grad_accum_steps,
         step=step,
+        gbps=c.diloco.bandwidth_gbps,
     )
     return [f"scalify-trainer {__version__}", *lines, *describe_validation(c, w.data)]
 

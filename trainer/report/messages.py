@@ -43,6 +43,7 @@ def describe(
     batch_tokens: int,
     accum: int,
     step: Any = None,
+    gbps: float | None = None,
 ) -> list[str]:
     """Return lines that describe the training, with the memory of a compiled step.
 
@@ -53,6 +54,7 @@ def describe(
       batch_tokens: tokens per step, in `accum` micro-batches.
       accum: number of micro-batches.
       step: the compiled step, or None.
+      gbps: the bandwidth between replicas in Gbit/s, as in `describe_communication`.
     """
     spec, diloco = w.model.spec, w.task.diloco
     taking_part = diloco.participants / diloco.num_replicas if diloco else 1.0
@@ -99,7 +101,7 @@ def describe(
             f" state and batch {held / GIB:.2f}, activations and workspace"
             f" {memory.temp_size_in_bytes / GIB:.2f}"
         )
-    return [*lines, *describe_communication(w.task, step)]
+    return [*lines, *describe_communication(w.task, step, gbps)]
 
 
 def facts_of(w: Workload) -> dict[str, str]:

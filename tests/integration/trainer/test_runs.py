@@ -240,6 +240,12 @@ def test_dry_run_describes_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_dry_run_estimates_the_time_of_an_exchange_as_a_run_does(tmp_path):
+    args = ["parallel=diloco", "diloco.replicas=2", "diloco.bandwidth_gbps=5"]
+    output = here(tmp_path, "none", "dry_run=true", *args)
+    assert re.search(r"an exchange takes about .* s at 5 Gbit/s", output)
+
+
 def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_bad_tensor(
     tmp_path,
 ):

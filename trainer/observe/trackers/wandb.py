@@ -98,17 +98,17 @@ class WandbTracker(Tracker):
         settings = self._wandb.Settings(
             console="off", silent=True, finish_timeout=FINISH_SECONDS
         )
-        unreachable: type[Exception] = self._wandb.errors.Error
+        wandb_error: type[Exception] = self._wandb.errors.Error
         try:
             if online:
                 try:
                     run = self._wandb.init(
                         **arguments, mode="online", settings=settings
                     )
-                except unreachable as error:
+                except wandb_error as error:
                     self._wandb.teardown()  # it frees the id for the offline run
                     logger.warning(
-                        "W&B cannot be reached (%s): continuing offline",
+                        "W&B refused or did not answer (%s): continuing offline",
                         str(error).splitlines()[0],
                     )
                     online = False
@@ -118,7 +118,7 @@ class WandbTracker(Tracker):
                     logger.info("W&B run: %s", run.url)
             if not online:
                 run = self._wandb.init(**arguments, mode="offline", settings=settings)
-        except (OSError, ValueError, unreachable) as error:
+        except (OSError, ValueError, wandb_error) as error:
             raise UserError(
                 f"cannot start W&B: {' '.join(str(error).split())}; set tracker=jsonl"
                 " to train without it"
