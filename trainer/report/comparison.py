@@ -48,12 +48,18 @@ class ValidatedText(NamedTuple):
       source: its identity: a digest, the shares of a mixture, and whether the first
         tokens of documents count.
       tokens: number of its tokens that were read, from its start.
-      before_end: the step of the validation; None: it is the run's last step.
+      early_step: the step of the validation, if it is not the run's last one; None:
+        the final validation. Final validations of runs of any length are comparable.
     """
 
     source: tuple[str, ...]
     tokens: int
-    before_end: int | None
+    early_step: int | None
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether it is the text of the final validation."""
+        return self.early_step is None
 
 
 class Entry(NamedTuple):
@@ -64,7 +70,7 @@ class Entry(NamedTuple):
       loss: the last validation loss, nats; infinite where the run is not ranked.
     """
 
-    history: RunRecords
+    records: RunRecords
     ranking: str
     loss: float
 
@@ -94,72 +100,89 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         "the records of the runs", "repair their files, or leave a run out"
     ):
         entries = ranked_entries(read)
-        histories = [entry.history for entry in entries]
+        runs = [entry.records for entry in entries]
         counted = [entry for entry in entries if entry.is_counted]
-        varied = overridden(histories)
-        others = {
-            k: v
-            for k, v in differing_settings(histories).items()
-            if not in_groups(k, varied)
-        }
-        changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in histories]
-        if len(set(changes)) > 1:
-            others[SCHEDULE_CHANGED] = changes
-        table = varied | final_metrics(histories) | others
-        unranked = {e.history.name: e.ranking for e in entries if e.ranking != RANKED}
-        if unranked:
-            table = {"validation text": [entry.ranking for entry in entries]} | table
-        rows = [["", *(h.name for h in histories)]]
-        rows += [[key, *values] for key, values in table.items()]
-        if len(histories) > MAX_RUN_COLUMNS:
-            rows = [list(row) for row in zip(*rows, strict=True)]
-        set_keys = among(varied, len(counted))
-        all_keys = among(varied | others, len(counted))
-        best_run = best(counted, set_keys or all_keys, run_dirs)
-        best_run += [f"{mark}: {run_dirs[name]}" for name, mark in unranked.items()]
-        means = over_seeds(counted, all_keys)
-        hints = [
-            *uneven_validations(counted),
-            *best_by_mean(all_keys, means),
-            *best_at_boundary(counted, set_keys, all_keys),
-        ]
-        verdicts = [*best_run, *fitted(means), *hints]
-        lines = fitted(rows)
-        if verdicts:
-            lines += ["", *verdicts]
+        unranked = {e.records.name: e.ranking for e in entries if e.ranking != RANKED}
+        user_settings = overridden(runs)
+        other_settings = implied_settings(runs, user_settings)
+        table = comparison_table(entries, user_settings, other_settings)
+        user_differing = differing_among_first(user_settings, len(counted))
+        differing = differing_among_first(user_settings | other_settings, len(counted))
+        means = seed_means(counted, differing)
+        has_seeds = SEED in differing and any(mean.run_count > 1 for mean in means)
+        mean_rows = mean_table(means) if has_seeds else []
+        verdicts = best_run(counted, user_differing or differing, run_dirs)
+        verdicts += [f"{why}: {run_dirs[name]}" for name, why in unranked.items()]
+        hints = uneven_validations(counted)
+        if has_seeds:
+            hints += best_by_mean(differing, means)
+        hints += best_at_boundary(counted, user_differing, means)
+        lines = text_table(table)
+        if verdicts or mean_rows or hints:
+            lines += ["", *verdicts, *text_table(mean_rows), *hints]
         if out is None:
             return lines
-        pictures = [
-            picture(counted, key, values, groups)
-            for key, values in set_keys.items()
-            if key != SEED and (groups := differing_alone(key, all_keys))
+        charts = [
+            sweep_chart(counted, key, values, groups)
+            for key, values in user_differing.items()
+            if key != SEED and (groups := differing_alone(key, differing))
         ]
         page = comparison_page(
-            histories, rows, pictures, [*best_run, *hints], means, unranked
+            runs, table, charts, [*verdicts, *hints], mean_rows, unranked
         )
         page = page.replace("<head>", f"<head>{runs_tag(paths)}", 1)
-        replaced = out.is_file() and not compares(out, paths)
+        replaces_other = out.is_file() and not compares(out, paths)
     write_text(out, page)
-    return [
-        *lines,
-        f"{out}, in place of the file of that name" if replaced else str(out),
-    ]
+    return [*lines, f"{out}{' (replaced an existing file)' * replaces_other}"]
 
 
-def ranked_entries(histories: Sequence[RunRecords]) -> list[Entry]:
+def implied_settings(
+    runs: Sequence[RunRecords], user_settings: Table
+) -> dict[str, Sequence[str]]:
+    """Return the differing settings that are not among those that users set, and the
+    changes of the schedule if these differ.
+    """
+    settings: dict[str, Sequence[str]] = {
+        key: values
+        for key, values in differing_settings(runs).items()
+        if not in_groups(key, user_settings)
+    }
+    changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in runs]
+    if len(set(changes)) > 1:
+        settings[SCHEDULE_CHANGED] = changes
+    return settings
+
+
+def comparison_table(
+    entries: Sequence[Entry], user_settings: Table, other_settings: Table
+) -> list[list[str]]:
+    """Return the rows of the table of runs, the first of which is its head."""
+    runs = [entry.records for entry in entries]
+    columns = {**user_settings, **final_metrics(runs), **other_settings}
+    if any(entry.ranking != RANKED for entry in entries):
+        rankings = [entry.ranking for entry in entries]
+        columns = {"validation text": rankings, **columns}
+    rows = [["", *(h.name for h in runs)]]
+    rows += [[key, *values] for key, values in columns.items()]
+    if len(runs) > MAX_RUN_COLUMNS:
+        return [list(row) for row in zip(*rows, strict=True)]
+    return rows
+
+
+def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
     """Return the runs, the best first, and those that are not ranked last.
 
     Only runs whose last validation read the same text are ranked. That text is one that
     a finished run was validated on, if there is any; then the one shared by the most
     runs; then the longest.
     """
-    texts = [last_validated(h) for h in histories]
+    texts = [last_validated(h) for h in runs]
     ranked_text = max(
         texts,
-        key=lambda text: (text.before_end is None, texts.count(text), text.tokens),
+        key=lambda text: (text.is_final, texts.count(text), text.tokens),
     )
     entries = []
-    for h in histories:
+    for h in runs:
         ranking = ranking_of(h, ranked_text)
         loss = final_loss(h) if ranking == RANKED else math.inf
         entries.append(Entry(h, ranking, loss))
@@ -186,8 +209,8 @@ def validated(h: RunRecords, step: int) -> ValidatedText:
     source = [h.validation_digest, *validation_shares(h)]
     if h.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
-    before_end = step if step < h.settings.get("train.steps", 0) else None
-    return ValidatedText(tuple(source), h.validated_tokens(step), before_end)
+    early_step = step if step < h.settings.get("train.steps", 0) else None
+    return ValidatedText(tuple(source), h.validated_tokens(step), early_step)
 
 
 def validation_shares(h: RunRecords) -> list[str]:
@@ -213,14 +236,14 @@ def ranking_of(h: RunRecords, ranked: ValidatedText) -> str:
         return RANKED
     if final_validated(h) == ranked:
         return NO_FINAL_LOSS
-    if text._replace(before_end=ranked.before_end) == ranked:
-        return f"last validated after step {text.before_end:,}, not ranked"
+    if text._replace(early_step=ranked.early_step) == ranked:
+        return f"last validated after step {text.early_step:,}, not ranked"
     if text.source == ranked.source:
         return f"validated on {text.tokens:,} tokens, not ranked"
     return OTHER_TEXT
 
 
-def among(settings: Table, count: int) -> dict[str, Sequence[str]]:
+def differing_among_first(settings: Table, count: int) -> dict[str, Sequence[str]]:
     """Return the settings that differ among the first `count` runs."""
     first = {key: values[:count] for key, values in settings.items()}
     return {key: values for key, values in first.items() if len(set(values)) > 1}
@@ -232,14 +255,14 @@ def differing_alone(key: str, settings: Table) -> dict[str, list[int]]:
     Returns:
       by the other settings of a group in words, the indices of its runs.
     """
-    others = [name for name in settings if name not in (key, SEED)]
+    other_keys = [name for name in settings if name not in (key, SEED)]
     groups: dict[str, list[int]] = {}
     for i in range(len(settings[key])):
-        rest = ", ".join(f"{name}={settings[name][i]}" for name in others)
-        groups.setdefault(rest, []).append(i)
+        other_settings = ", ".join(f"{name}={settings[name][i]}" for name in other_keys)
+        groups.setdefault(other_settings, []).append(i)
     return {
-        rest: runs
-        for rest, runs in groups.items()
+        other_settings: runs
+        for other_settings, runs in groups.items()
         if len({settings[key][i] for i in runs}) > 1
     }
 
@@ -267,11 +290,11 @@ def free_page(page: Path, paths: Sequence[Path]) -> Path:
     raise AssertionError("unreachable: the count is infinite")
 
 
-def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows of a table as lines with aligned columns.
 
-    Columns beyond `TEXT_WIDTH` go on below, under their own copy of the first one, and
-    long cells are cut.
+    Columns beyond `TEXT_WIDTH` follow below, after a copy of the first one, and long
+    cells are cut.
     """
     cut = [
         [x if len(x) <= CELL_WIDTH else f"{x[: CELL_WIDTH - 3]}..." for x in row]
@@ -295,16 +318,16 @@ def fitted(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def best(
+def best_run(
     entries: Sequence[Entry], settings: Table, run_dirs: Mapping[str, Path]
 ) -> list[str]:
     """Return a line that names the best run, which is the first of the entries.
 
     Return nothing if it has no validation loss, or if it is the only run.
     """
-    name, loss = entries[0].history.name, entries[0].loss
-    if not math.isfinite(loss) or len(entries) < 2:
+    if len(entries) < 2 or not math.isfinite(entries[0].loss):
         return []
+    name, loss = entries[0].records.name, entries[0].loss
     values = "".join(f"; {key}={values[0]}" for key, values in settings.items())
     return [f"best: {run_dirs[name]} (validation loss {loss:.4f}{values})"]
 
@@ -314,7 +337,7 @@ def uneven_validations(entries: Sequence[Entry]) -> list[str]:
     read = sorted(
         tokens
         for entry in entries
-        for tokens in list(entry.history.logged_validation_tokens.values())[-1:]
+        for tokens in list(entry.records.logged_validation_tokens.values())[-1:]
     )
     if not read or read[0] == read[-1]:
         return []
@@ -324,15 +347,70 @@ def uneven_validations(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def best_by_mean(settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
+class SeedMean(NamedTuple):
+    """The final validation losses of the runs that differ in the seed alone.
+
+    Attributes:
+      settings: the values of the keys that differ among all runs, without the seed.
+      losses: those of the runs that have one, nats.
+      run_count: the number of runs.
+    """
+
+    settings: Mapping[str, str]
+    losses: Sequence[float]
+    run_count: int
+
+    @property
+    def mean(self) -> float:
+        """Return the mean loss; infinite without any loss."""
+        if not self.losses:
+            return math.inf
+        return statistics.fmean(self.losses)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether a run has no loss: the mean of the others would flatter."""
+        return len(self.losses) < self.run_count
+
+
+def seed_means(entries: Sequence[Entry], settings: Table) -> list[SeedMean]:
+    """Return the means over seeds, the best first and the partial ones last.
+
+    `settings`: values of the keys that differ, by run.
+    """
+    keys = [key for key in settings if key != SEED]
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for i, entry in enumerate(entries):
+        values = tuple(settings[key][i] for key in keys)
+        groups.setdefault(values, []).append(entry.loss)
+    means = []
+    for values, losses in groups.items():
+        known_losses = list(filter(math.isfinite, losses))
+        group_settings = dict(zip(keys, values, strict=True))
+        means.append(SeedMean(group_settings, known_losses, len(losses)))
+    return sorted(means, key=lambda m: (m.is_partial, m.mean))
+
+
+def mean_table(means: Sequence[SeedMean]) -> list[list[str]]:
+    """Return a table of means over seeds, whose first row is its head."""
+    head = ["mean validation loss over seeds", "standard deviation", "runs"]
+    rows = [[*means[0].settings, *head]]
+    for m in means:
+        mean = f"{m.mean:.4f}" if m.losses else "-"
+        spread = f"{statistics.stdev(m.losses):.4f}" if len(m.losses) > 1 else "-"
+        count = str(m.run_count)
+        if m.is_partial:
+            count = f"{len(m.losses)} of {m.run_count}"
+        rows.append([*m.settings.values(), mean, spread, count])
+    return rows
+
+
+def best_by_mean(settings: Table, means: Sequence[SeedMean]) -> list[str]:
     """Return a line if the settings with the best mean are not those of the best run.
 
     The mean is over seeds; the loss of one seed may be chance.
     """
-    if not means:
-        return []
-    first = dict(zip(means[0], means[1], strict=True))
-    best_settings = {key: first[key] for key in settings if key != SEED}
+    best_settings = means[0].settings
     if all(settings[key][0] == value for key, value in best_settings.items()):
         return []
     named = ", ".join(f"{key}={value}" for key, value in best_settings.items())
@@ -343,7 +421,7 @@ def best_by_mean(settings: Table, means: Sequence[Sequence[str]]) -> list[str]:
 
 
 def best_at_boundary(
-    entries: Sequence[Entry], varied: Table, settings: Table
+    entries: Sequence[Entry], user_keys: Iterable[str], means: Sequence[SeedMean]
 ) -> list[str]:
     """Return a hint for each key whose best value is the largest or smallest tried.
 
@@ -355,86 +433,36 @@ def best_at_boundary(
 
     Args:
       entries: the best first.
-      varied: values of the keys that users set.
-      settings: values of all keys that differ.
+      user_keys: the keys that users set.
+      means: the best first.
     """
-    if any(FORKED in entry.history.facts for entry in entries):
+    is_forked = any(FORKED in entry.records.facts for entry in entries)
+    if is_forked or not means or not math.isfinite(means[0].mean):
         return []
-    keys = [key for key in settings if key != SEED]
-    means = mean_losses(entries, settings)
-    values, loss = min(means.items(), key=lambda item: item[1])
-    if not math.isfinite(loss[1]):
-        return []
-    best_values = dict(zip(keys, values, strict=True))
+    best_settings = means[0].settings
     lines = []
-    for key in varied:
+    for key in user_keys:
         if key == SEED or matches_any(
             key, (*MAY_CHANGE, "train.eval_batches", "model", "model.*")
         ):
             continue
-        alone = [
-            group
-            for group in (dict(zip(keys, values, strict=True)) for values in means)
-            if all(group[k] == best_values[k] for k in keys if k != key)
-        ]
-        tried = sorted({number(group[key]) for group in alone})
-        if len(tried) < 2 or not math.isfinite(tried[-1]):
+        tried = set()
+        for m in means:
+            if {**m.settings, key: ""} == {**best_settings, key: ""}:
+                tried.add(number_or_inf(m.settings[key]))
+        smallest, largest = min(tried), max(tried)
+        if len(tried) < 2 or not math.isfinite(largest):
             continue
         for value, end, further in (
-            (tried[-1], "largest", "larger"),
-            (tried[0], "smallest", "smaller"),
+            (largest, "largest", "larger"),
+            (smallest, "smallest", "smaller"),
         ):
-            if number(best_values[key]) == value:
+            if number_or_inf(best_settings[key]) == value:
                 lines.append(
-                    f"the best {key} is the {end} tried, {best_values[key]}; try"
+                    f"the best {key} is the {end} tried, {best_settings[key]}; try"
                     f" {further}"
                 )
     return lines
-
-
-def mean_losses(
-    entries: Sequence[Entry], settings: Table
-) -> dict[tuple[str, ...], tuple[bool, float, list[float]]]:
-    """Return the losses of the runs by their settings without the seed.
-
-    Returns:
-      for each settings: whether a run has no validation loss (the mean of the others
-      would flatter the settings), the mean (infinite without any loss), all losses.
-    """
-    groups: dict[tuple[str, ...], list[float]] = {}
-    for i, entry in enumerate(entries):
-        group = tuple(settings[key][i] for key in settings if key != SEED)
-        groups.setdefault(group, []).append(entry.loss)
-    means = {}
-    for values, losses in groups.items():
-        known = [loss for loss in losses if math.isfinite(loss)]
-        mean = statistics.fmean(known) if known else math.inf
-        means[values] = (len(known) < len(losses), mean, losses)
-    return means
-
-
-def over_seeds(entries: Sequence[Entry], settings: Table) -> list[list[str]]:
-    """Return a table of mean losses by settings without the seed, the best first.
-
-    It is empty where no two runs differ in the seed alone. Settings with a run without
-    validation loss come last, because the mean of the rest would flatter them.
-    """
-    keys = [key for key in settings if key != SEED]
-    means = mean_losses(entries, settings)
-    if SEED not in settings or all(len(losses) == 1 for *_, losses in means.values()):
-        return []
-    rows = []
-    for values, (is_partial, mean, losses) in means.items():
-        known = [loss for loss in losses if math.isfinite(loss)]
-        shown_mean = f"{mean:.4f}" if known else "-"
-        spread = f"{statistics.stdev(known):.4f}" if len(known) > 1 else "-"
-        count = f"{len(known)} of {len(losses)}" if is_partial else str(len(losses))
-        rows.append((is_partial, mean, [*values, shown_mean, spread, count]))
-    rows.sort(key=lambda row: row[:2])
-    return [
-        [*keys, "mean validation loss over seeds", "standard deviation", "runs"],
-        *(row for _, _, row in rows),
-    ]
 
 
 def final_loss(h: RunRecords) -> float:
@@ -450,21 +478,21 @@ def best_loss(h: RunRecords) -> str:
     return "-"
 
 
-def final_metrics(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
+def final_metrics(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the final metrics of the runs, by name: those that any run has."""
     all_metrics = {
-        "validation loss": [h.last("val/loss") for h in histories],
-        "best loss on train.eval_batches": [best_loss(h) for h in histories],
-        "steps": [f"{h.rows[-1]['step']:,}" for h in histories],
-        "tokens/s, median": [h.median("perf/tokens_per_s") for h in histories],
-        "host memory, GiB": [h.last("memory/host_peak_gib") for h in histories],
-        "skipped": [h.last("watchdog/skipped") for h in histories],
-        "rolled back": [h.last("watchdog/rollbacks") for h in histories],
+        "validation loss": [h.last("val/loss") for h in runs],
+        "best loss on train.eval_batches": [best_loss(h) for h in runs],
+        "steps": [f"{h.rows[-1]['step']:,}" for h in runs],
+        "tokens/s, median": [h.median("perf/tokens_per_s") for h in runs],
+        "host memory, GiB": [h.last("memory/host_peak_gib") for h in runs],
+        "skipped": [h.last("watchdog/skipped") for h in runs],
+        "rolled back": [h.last("watchdog/rollbacks") for h in runs],
     }
     return {name: xs for name, xs in all_metrics.items() if set(xs) != {"-"}}
 
 
-def picture(
+def sweep_chart(
     entries: Sequence[Entry],
     key: str,
     values: Sequence[str],
@@ -475,13 +503,15 @@ def picture(
     `groups`: runs that differ in the key alone, by their other settings.
     """
     runs = [i for group in groups.values() for i in group]
-    order = sorted({values[i] for i in runs}, key=lambda value: (number(value), value))
+    order = sorted(
+        {values[i] for i in runs}, key=lambda value: (number_or_inf(value), value)
+    )
     points = []
-    for rest, group in groups.items():
+    for other_settings, group in groups.items():
         for i in group:
             entry = entries[i]
-            text = f"{entry.history.name}: {entry.loss:.6g}"
-            points.append(SweepPoint(values[i], entry.loss, text, rest))
+            text = f"{entry.records.name}: {entry.loss:.6g}"
+            points.append(SweepPoint(values[i], entry.loss, text, other_settings))
     return SweepChart(
         f"Validation loss by {key}",
         order,
@@ -490,7 +520,7 @@ def picture(
     )
 
 
-def number(text: str) -> float:
+def number_or_inf(text: str) -> float:
     """Return the number in `text`; infinity, which sorts last, where it is none."""
     try:
         return float(text)
@@ -508,7 +538,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     raise UserError("one run directory is given twice; give different ones")
 
 
-def overridden(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
+def overridden(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the values of the keys and groups that users set, where they differ.
 
     Values come from the resolved configurations: a run's last start need not repeat the
@@ -516,17 +546,19 @@ def overridden(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
     """
     overrides = [
         dict(o.partition("=")[::2] for o in h.facts.get("overrides", "").split())
-        for h in histories
+        for h in runs
     ]
-    resolved = [h.settings for h in histories]
-    keys = dict.fromkeys(key for given in overrides for key in given)
+    resolved = [h.settings for h in runs]
+    keys = dict.fromkeys(key for run_overrides in overrides for key in run_overrides)
 
-    def value(key: str, given: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    def value(
+        key: str, run_overrides: Mapping[str, str], settings: Mapping[str, Any]
+    ) -> str:
         choices = (f"{key}.{end}" for end in GROUP_FIELDS)
         choice = next((name for name in choices if name in settings), "")
         setting = settings.get(key, settings.get(choice))
         if setting is None:
-            return given.get(key, "-")
+            return run_overrides.get(key, "-")
         return str(setting)
 
     def is_same(key: str) -> bool:
@@ -548,9 +580,9 @@ def overridden(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
     return varied
 
 
-def differing_settings(histories: Sequence[RunRecords]) -> dict[str, list[str]]:
+def differing_settings(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the values of each configuration key that is not the same in all runs."""
-    trees = [h.settings for h in histories]
+    trees = [h.settings for h in runs]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     different: dict[str, list[Any]] = {
         key: [tree.get(key, "-") for tree in trees] for key in keys

@@ -159,7 +159,7 @@ def validated(name, loss, tokens, step=2, config=""):
 
 
 def marks(*runs):
-    return [(entry.history.name, entry.ranking) for entry in ranked_entries(runs)]
+    return [(entry.records.name, entry.ranking) for entry in ranked_entries(runs)]
 
 
 def test_runs_that_read_less_of_the_validation_text_are_not_ranked():
@@ -184,6 +184,17 @@ def test_a_run_that_stopped_early_is_not_ranked_beside_finished_ones(tokens):
     assert entries == [("b", RANKED), ("a", RANKED), ("c", NO_FINAL_LOSS)]
     other = validated("d", 1.1, tokens, step=1)
     assert marks(early, other) == [("c", RANKED), ("d", RANKED)]
+
+
+def test_runs_that_have_all_diverged_early_have_no_best(tmp_path, compare):
+    for name in ("a", "b"):
+        settings = {"seed": name, "train": {"steps": 3}}
+        make_run(tmp_path / name, "NaN", f"seed={name}", **settings)
+        first, last = map(json.loads, (tmp_path / name / "metrics.jsonl").open())
+        write_rows(tmp_path / name, [first | {"val/loss": 3.0, "val/tokens": 9}, last])
+    out = compare(f"{tmp_path}/a,{tmp_path}/b")
+    assert "best:" not in out
+    assert f"last validated after step 1, not ranked: {tmp_path}/a" in out
 
 
 MIXTURE = "data: {{source: mix, sources: [a.txt, b.txt], weights: {}, stages: {}}}"
@@ -224,4 +235,4 @@ def test_another_comparison_is_not_overwritten_unless_it_is_named(sweep, compare
     assert page_of(f"{sweep}/2,{sweep}/1") == two_runs  # the same runs
     assert page_of(sweep) == all_runs
     replaced = page_of(f"{sweep}/1,{sweep}/2", all_runs)
-    assert replaced == f"{all_runs}, in place of the file of that name"
+    assert replaced == f"{all_runs} (replaced an existing file)"
