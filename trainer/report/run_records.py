@@ -25,7 +25,7 @@ from trainer.report.charts import COLORS, EventMark, Line, StepAxes, smoothed
 from trainer.text import override
 
 # Colors of events, by the first of these phrases in them.
-KINDS = {
+EVENT_COLORS = {
     "stopped": "#b00020",
     "rolled back": "#b00020",
     "skipped": "#d55e00",
@@ -35,16 +35,16 @@ KINDS = {
     "not stopped within": "#7b3f99",
     "new scales": "#7f9fbf",
 }
-OTHER = "#999999"
+OTHER_EVENT = "#999999"
 # Facts of environment.txt about a run that started from another one.
 FORKED, WEIGHTS = "forked from", "weights from"
 SCHEDULE_CHANGED = "schedule changed"
 # The fact about the number of tokens that the validation after the last step reads.
 FINAL_VALIDATION = "final validation tokens"
 VALIDATION_DIGEST = "validation digest"  # the fact about the whole validation text
-# A validation that reads this share of the validation text counts as reading all: only
-# whole batches are read.
-WHOLE = 0.99
+# A validation that reads this share of the validation text counts as reading all of it,
+# because an incomplete last batch is left out.
+COMPLETE_SHARE = 0.99
 AS_TRAINED = "as trained"  # in an evaluation, the precision of the training
 
 
@@ -86,17 +86,14 @@ def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
 
 
 def refuse_out_of_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
-    """Raise UserError where a step has two rows of metrics, or an earlier one
-    follows.
-    """
+    """Raise UserError if a row of metrics follows one of the same or a later step."""
     steps = [row["step"] for row in rows if "event" not in row]
     for previous, step in itertools.pairwise(steps):
         if step <= previous:
             raise UserError(
-                f"{run_dir}/metrics.jsonl has a row of step {step} after that of step"
-                f" {previous}, which no run writes; {override('resume', run_dir)}"
-                " removes rows that were added behind its newest checkpoint; else"
-                " remove that line"
+                f"{run_dir}/metrics.jsonl: rows are out of order: step {step} follows"
+                f" step {previous}. Resume the run ({override('resume', run_dir)}) to"
+                " drop rows after its newest checkpoint, or delete that line"
             )
 
 
@@ -206,9 +203,9 @@ class RunRecords:
         phase.
 
         Raises:
-          ValueError: it is no mapping.
+          ValueError: it is not a mapping.
         """
-        settings = self._whole_settings
+        settings = self._saved_settings
         precision = self._phases[-1]["precision"] if self._phases else None
         if precision is None:
             return settings
@@ -217,21 +214,23 @@ class RunRecords:
     @property
     def earlier_precisions(self) -> list[str]:
         """Names of the precisions of the phases before that of the last row."""
-        own = self._whole_settings.get("precision.name", "?")
+        first_precision = self._saved_settings.get("precision.name", "?")
         return [
-            own if phase["precision"] is None else phase["precision"]["name"]
+            first_precision
+            if phase["precision"] is None
+            else phase["precision"]["name"]
             for phase in self._phases[:-1]
         ]
 
     @functools.cached_property
-    def _whole_settings(self) -> dict[str, Any]:
+    def _saved_settings(self) -> dict[str, Any]:
         tree = parse_mapping(self.config) if self.config else {}
         return dict(flatten(renamed_keys(tree)))
 
     @functools.cached_property
     def _phases(self) -> list[dict[str, Any]]:
         """The entries of `train.phases`, up to that of the last row."""
-        phases = self._whole_settings.get("train.phases") or []
+        phases = self._saved_settings.get("train.phases") or []
         last_step = self.rows[-1]["step"] if self.rows else 0
         ended = [
             phase for phase in phases if phase["until"] and phase["until"] < last_step
@@ -250,7 +249,7 @@ class RunRecords:
         """The digest of the validation text. Raises UserError where it is unknown."""
         if VALIDATION_DIGEST not in self.facts:
             raise UserError(
-                f"the run {self.name} does not tell its validation text:"
+                f"the run {self.name} does not name its validation text:"
                 " environment.txt is missing, or of an earlier version; leave this run"
                 " out"
             )
@@ -271,7 +270,7 @@ class RunRecords:
         """
         read = self.logged_validation_tokens.get(step, self.number(FINAL_VALIDATION))
         available = self.number("validation tokens")
-        if read >= WHOLE * available > 0:
+        if read >= COMPLETE_SHARE * available > 0:
             return available
         return read
 
@@ -358,7 +357,9 @@ class RunRecords:
 
 def color_of(event: str) -> str:
     """Return the color of an event, by its kind."""
-    return next((color for word, color in KINDS.items() if word in event), OTHER)
+    return next(
+        (color for word, color in EVENT_COLORS.items() if word in event), OTHER_EVENT
+    )
 
 
 def finite(line: Line) -> tuple[list[float], list[float]]:

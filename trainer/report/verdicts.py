@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -62,31 +61,28 @@ UNDERFLOW_LIMITS = (0.01, 0.1)
 JUMP, JUMP_SIGMAS, JUMP_WINDOW = 0.2, 8.0, 8
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """An answer: a grade, and the reason, most important line first."""
+class Verdict(NamedTuple):
+    """A grade, and the reason, most important line first."""
 
-    question: str
     grade: str
     text: str
 
 
 def learning(h: RunRecords) -> Verdict:
-    """Verdict from the validation losses, or without them from the training losses."""
+    """Judge by the validation losses, or without them by the training losses."""
     validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
-    losses, all_losses = finite(h.line("train/loss"))[1], h.line("train/loss").ys
-    question = "Is it learning?"
+    all_losses = h.line("train/loss").ys
+    losses = list(filter(math.isfinite, all_losses))
     last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
     if sum(map(math.isfinite, last_tenth)) <= len(last_tenth) / 2:
         return Verdict(
-            question,
             BAD,
             f"Most of the last {len(last_tenth):,} training losses are not finite.",
         )
     if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
-        return Verdict(question, BAD, "The last validation loss is not finite.")
+        return Verdict(BAD, "The last validation loss is not finite.")
     if len(losses) < 2:
-        return Verdict(question, FAIR, "Too few steps to tell.")
+        return Verdict(FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
     # A run that starts from trained weights has no high first loss to fall from.
     first_losses = losses[:tenth] if h.started_from else losses[:1]
@@ -98,30 +94,27 @@ def learning(h: RunRecords) -> Verdict:
     )
     grade, reason = _training_grade(h, first_losses, last_losses)
     if not validation:
-        return Verdict(question, grade, f"{training}. There was no validation.{reason}")
+        return Verdict(grade, f"{training}. There was no validation.{reason}")
     val_step, val_loss = validation[-1]
     text = f"On unseen text the loss is {val_loss:.3f} nats a token"
     text += f"{_bits_per_byte(h)}."
     evaluation = _in_other_precisions(h, val_step)
     if grade == BAD or (val_loss >= first and not h.started_from):
         return Verdict(
-            question,
             BAD,
             f"{text} That is no better than at the start.\n{training}.{evaluation}",
         )
     if grade == FAIR:
-        return Verdict(question, FAIR, f"{text}\n{training}.{reason}{evaluation}")
+        return Verdict(FAIR, f"{text}\n{training}.{reason}{evaluation}")
     if doubt := _near_guessing(h, val_loss) or _too_few_tokens(h, val_step):
-        return Verdict(question, FAIR, f"{text} {doubt}\n{training}.{evaluation}")
+        return Verdict(FAIR, f"{text} {doubt}\n{training}.{evaluation}")
     if rise := _rise_of_validation(h, val_step):
         best = min(loss for _, loss in h.comparable_validations)
         overfitting = " It memorizes its training text." if last < best else ""
-        return Verdict(
-            question, FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}"
-        )
+        return Verdict(FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}")
     trend = _trend(h.comparable_validations, h.rows[0]["step"] - 1)
     gap = _generalization_gap(h, val_loss, last)
-    return Verdict(question, GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
+    return Verdict(GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
 
 
 def _rise_of_validation(h: RunRecords, last_step: int) -> str:
@@ -189,14 +182,15 @@ def _first_loss_context(h: RunRecords, steps: int) -> str:
 
 def _near_guessing(h: RunRecords, val_loss: float) -> str:
     """Return a sentence if the validation loss is hardly below that of guessing."""
-    ids, bits = h.number("vocabulary"), finite(h.line("val/bits_per_byte"))[1][-1:]
+    ids = h.number("vocabulary")
+    bits = finite(h.line("val/bits_per_byte"))[1][-1:]
     if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
         return (
             f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}:"
             f" {BARELY_LEARNS}."
         )
     if bits and bits[0] > (1 - MIN_LOSS_DROP) * RAW_BITS:
-        return f"Unknown text takes as many bits: {BARELY_LEARNS}."
+        return f"Uncompressed text takes {RAW_BITS} bits per byte: {BARELY_LEARNS}."
     return ""
 
 
@@ -293,14 +287,18 @@ def _in_other_precisions(h: RunRecords, step: int) -> str:
 
 
 def healthy(h: RunRecords) -> Verdict:
-    """Verdict from the events, the watchdog's counts and the numerics."""
-    question, last = "Is it healthy?", h.rows[-1]
+    """Judge by the events, the watchdog's counts and the numerics."""
+    last = h.rows[-1]
+    steps = last["step"]
     skipped = int(last.get("watchdog/skipped", 0))
-    rollbacks = int(last.get("watchdog/rollbacks", 0))
     texts = [text for _, text in h.events]
+    stopped = [text for text in texts if text.startswith("stopped")]
+    if stopped:
+        reason = stopped[-1].removeprefix("stopped: ")
+        return Verdict(BAD, f"The watchdog stopped it: {reason}.")
     counts = {
         "skipped (not finite)": skipped,
-        "rolled back": rollbacks,
+        "rolled back": int(last.get("watchdog/rollbacks", 0)),
         "spiking": sum(": spike" in text for text in texts),
         "stalled": sum(text.startswith("stalled") for text in texts),
         "ended because it hung": sum(text.startswith("no progress") for text in texts),
@@ -311,40 +309,21 @@ def healthy(h: RunRecords) -> Verdict:
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     jump = "" if counts["spiking"] else _jumps(h)
     fp8_grade, numerics = _fp8_grade(h)
-    stopped = [text for text in texts if text.startswith("stopped")]
-    if stopped:
+    if listed:
+        # The watchdog counts from the first step of all, also before a fork.
+        grade = BAD if skipped > 0.01 * steps or fp8_grade == BAD else FAIR
         return Verdict(
-            question,
-            BAD,
-            f"The watchdog stopped it: {stopped[-1].removeprefix('stopped: ')}.",
+            grade,
+            f"In {steps:,} steps: {listed}; see the events below. {jump}{numerics}",
         )
-    if jump and not listed:
-        return Verdict(
-            question,
-            BAD if fp8_grade == BAD else FAIR,
-            f"No step was skipped, nothing rolled back, no stall. {jump}{numerics}",
-        )
-    if not listed and not h.numerics and is_low_precision(h.settings):
-        return Verdict(
-            question,
-            UNRATED,
-            "No step was skipped, nothing rolled back, no spike, no stall."
-            f" {NO_NUMERICS}",
-        )
-    if not listed:
-        return Verdict(
-            question,
-            fp8_grade,
-            f"No step was skipped, nothing rolled back, no spike, no stall.{numerics}",
-        )
-    # The watchdog counts from the first step of all, also before a fork.
-    steps = last["step"]
-    grade = BAD if skipped > 0.01 * steps or fp8_grade == BAD else FAIR
-    return Verdict(
-        question,
-        grade,
-        f"In {steps:,} steps: {listed}; see the events below. {jump}{numerics}",
-    )
+    no_spike = "" if jump else ", no spike"
+    no_event = f"No step was skipped, nothing rolled back{no_spike}, no stall."
+    if jump:
+        grade = BAD if fp8_grade == BAD else FAIR
+        return Verdict(grade, f"{no_event} {jump}{numerics}")
+    if not h.numerics and is_low_precision(h.settings):
+        return Verdict(UNRATED, f"{no_event} {NO_NUMERICS}")
+    return Verdict(fp8_grade, f"{no_event}{numerics}")
 
 
 def _jumps(h: RunRecords) -> str:
@@ -367,11 +346,12 @@ def _jumps(h: RunRecords) -> str:
         for rise, median in zip(rises, medians, strict=True)
     ]
     count = sum(
-        new and not old for new, old in zip(is_jump, [False, *is_jump], strict=False)
+        jumps and not jumped_before
+        for jumps, jumped_before in zip(is_jump, [False, *is_jump], strict=False)
     )
     if not count:
         return ""
-    i = max((i for i, jumped in enumerate(is_jump) if jumped), key=rises.__getitem__)
+    i = max((i for i, jumps in enumerate(is_jump) if jumps), key=rises.__getitem__)
     largest = (
         f"from a median of {medians[i]:.3g} to {losses[i + 2]:.3g} in step"
         f" {steps[i + 2]:,.0f}"
@@ -498,13 +478,12 @@ def _fp8_grade(h: RunRecords) -> tuple[str, str]:
 
 
 def fast(h: RunRecords) -> Verdict:
-    """Verdict from throughput and its trend, data waits, and MFU if it is known."""
-    question = "Is it fast?"
+    """Judge by throughput and its trend, data waits, and MFU if it is known."""
     _, speeds = finite(h.line("perf/tokens_per_s"))
     if not speeds:
-        return Verdict(question, FAIR, "No throughput was recorded.")
-    median, tenth = statistics.median(speeds), max(1, len(speeds) // 10)
-    final_speed = statistics.median(speeds[-tenth:])
+        return Verdict(FAIR, "No throughput was recorded.")
+    median = statistics.median(speeds)
+    final_speed = statistics.median(speeds[-max(1, len(speeds) // 10) :])
     step_ms = statistics.median(h.line("perf/step_ms").ys)
     data_wait = statistics.median(h.line("perf/data_ms").ys) / step_ms
     _, mfus = finite(h.line("perf/mfu"))
@@ -518,10 +497,9 @@ def fast(h: RunRecords) -> Verdict:
     duration = timedelta(seconds=round(3600 * h.step_axes.hours[-1]))
     text += f"\nIts steps took {duration} (h:mm:ss)."
     if data_wait > MAX_DATA_WAIT:
-        return Verdict(question, FAIR, f"{text}\nWaiting for data slows it down.")
+        return Verdict(FAIR, f"{text}\nWaiting for data slows it down.")
     if final_speed < MIN_SPEED * median:
         return Verdict(
-            question,
             UNRATED,
             f"{text}\nIt slowed down: {short(final_speed)} tokens/s at the end."
             f"{LOAD_NOTE}",
@@ -531,19 +509,16 @@ def fast(h: RunRecords) -> Verdict:
             f"It is unsteady: the slowest tenth of its steps ran at {short(slow)}"
             " tokens/s or less."
         )
-        return Verdict(question, UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
+        return Verdict(UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
     if mfus and statistics.median(mfus) < MIN_MFU:
         return Verdict(
-            question,
             FAIR,
             f"{text}\nThat is little; a larger batch or model uses more.",
         )
     text += f"\nSteady to the end{_slow_steps(h, MIN_SPEED * median)}."
     if mfus:
-        return Verdict(question, GOOD, text)
-    return Verdict(
-        question, UNRATED, f"{text}\nThe peak rate of this device is not known."
-    )
+        return Verdict(GOOD, text)
+    return Verdict(UNRATED, f"{text}\nThe peak rate of this device is not known.")
 
 
 def _slow_steps(h: RunRecords, limit: float) -> str:

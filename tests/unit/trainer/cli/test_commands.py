@@ -105,7 +105,7 @@ def test_a_job_of_a_search_that_validated_on_other_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="on more or less of it, so its loss counts as"):
         check_same_text(jobs[2], jobs[0])
     (tmp_path / "1" / "environment.txt").unlink()
-    with pytest.raises(UserError, match="the run 1 does not tell its validation text"):
+    with pytest.raises(UserError, match="the run 1 does not name its validation text"):
         check_same_text(jobs[1], jobs[0])
 
 

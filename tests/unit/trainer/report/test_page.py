@@ -54,7 +54,7 @@ def test_a_log_with_a_step_twice_is_refused(run_dir):
     last = read_rows(log)[-1]["step"]
     with log.open("ab") as file:
         file.write(encode_row(last, {"val/loss": 0.5}))
-    message = f"a row of step {last} after that of step {last}, which no run writes"
+    message = f"out of order: step {last} follows step {last}. Resume the run .*resume="
     with pytest.raises(UserError, match=message):
         RunRecords.read(run_dir)
 

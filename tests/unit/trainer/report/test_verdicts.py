@@ -8,8 +8,8 @@ from run_records import FALLING, FP8, rows, run_records, tensor
 from trainer.report.verdicts import BAD, FAIR, GOOD, UNRATED, fast, healthy, learning
 
 
-def check(answer, grade, says):
-    assert (answer.grade, says in answer.text) == (grade, True), answer
+def check(verdict, grade, says):
+    assert (verdict.grade, says in verdict.text) == (grade, True), verdict
 
 
 NEARLY_LEVEL = [5.5 - 1e-6 * i for i in range(100)]
@@ -129,6 +129,7 @@ def test_narrow_formats_without_numerics_are_not_called_healthy():
     ("value", "bits", "facts", "grade", "says"),
     [
         (5.498, 7.97, {"vocabulary": "256"}, FAIR, "tokens comes to 5.545: it has"),
+        (3.0, 7.9, {}, FAIR, "Uncompressed text takes 8 bits per byte: it has hardly"),
         (3.0, 4.3, {"validation tokens": "1,599"}, FAIR, "mean of 1,599 tokens only"),
         (3.0, 4.3, {"validation tokens": "1,601"}, GOOD, "3.000 nats"),
         # above the training loss; 100 steps of 100 tokens
