@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_POINTS = 600  # of a line
-# The y-axis is clipped if its range exceeds CLIPPED times the usual range. The usual
-# range ends at the 95th percentile, or at the largest running median of SPIKE values if
-# that is higher (but at most the 99th percentile). So high losses at the start are
-# shown; isolated spikes are not.
+MAX_POINTS = 600  # points of a line
+# Clip the y-axis above CLIPPED times the usual range. Usual: up to the 95th percentile,
+# or the largest median of SPIKE consecutive values, at most the 99th percentile. So
+# high losses at the start are shown; isolated spikes are not.
 CLIPPED = 2.0
 SPIKE = 5
 # Distinct in print and for the color-blind (Okabe and Ito, "Color Universal Design",
@@ -49,14 +48,14 @@ def color_number(i: int) -> str:
 
 @dataclass(frozen=True)
 class StepAxes:
-    """Tokens and hours of a run at its steps; without steps it knows neither."""
+    """Tokens and hours of a run at its steps; both are unknown without steps."""
 
     steps: Sequence[float] = ()
     tokens: Sequence[float] = ()
     hours: Sequence[float] = ()
 
     def at(self, steps: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return tokens and hours at these steps, between known ones linearly."""
+        """Return tokens and hours at these steps, interpolated linearly."""
         if not self.steps:
             return [math.nan] * len(steps), [math.nan] * len(steps)
         return (
@@ -98,9 +97,9 @@ class Chart:
     """Lines over steps.
 
     Attributes:
-      unit: of the values, beside the title.
+      unit: of the values, after the title.
       from_zero: whether the vertical axis starts at zero.
-      limit: a value that is drawn across, beside lines that have values; None: none.
+      limit: a value that is drawn as a horizontal line; None: none.
     """
 
     title: str
@@ -165,9 +164,9 @@ def smoothed(ys: Sequence[float], window: int) -> list[float]:
     """
     medians: list[float] = []
     ordered: list[float] = []
-    for i, new in enumerate(ys):
-        if math.isfinite(new):
-            bisect.insort(ordered, new)
+    for i, y in enumerate(ys):
+        if math.isfinite(y):
+            bisect.insort(ordered, y)
         if i >= window and math.isfinite(ys[i - window]):
             del ordered[bisect.bisect_left(ordered, ys[i - window])]
         medians.append(ordered[len(ordered) // 2] if ordered else math.nan)
@@ -181,13 +180,12 @@ def value_range(
     values = sorted(y for line in lines for y in line.ys if math.isfinite(y))
     if not values:
         return 0.0, 1.0, 0
-    low, high = (min(0.0, values[0]) if from_zero else values[0]), values[-1]
-    medians = [
-        y
-        for line in lines
-        for y in (line.ys if line.dots else smoothed(line.ys, SPIKE))
-        if math.isfinite(y)
-    ]
+    low = min(0.0, values[0]) if from_zero else values[0]
+    high = values[-1]
+    medians: list[float] = []
+    for line in lines:
+        ys = line.ys if line.dots else smoothed(line.ys, SPIKE)
+        medians += filter(math.isfinite, ys)
     percentile_95, percentile_99 = (
         values[min(len(values) - 1, int(share * len(values)))] for share in (0.95, 0.99)
     )

@@ -195,7 +195,7 @@ def group_colors(chart: SweepChart) -> dict[str, str]:
 
 
 def legend(colors: Mapping[str, str]) -> str:
-    """Return names beside their colors."""
+    """Return names after samples of their colors."""
     return "".join(
         f'<span><i style="background:{color}"></i>{html.escape(name)}</span> '
         for name, color in colors.items()
@@ -227,7 +227,8 @@ def chart_grid(charts: Sequence[Chart | SweepChart]) -> list[str]:
     shown = [chart for chart in charts if chart.shown]
     if not shown:
         return []
-    x_range, plots = DataRange1d(), []
+    x_range = DataRange1d()
+    plots = []
     for chart in shown:
         if isinstance(chart, SweepChart):
             plots.append(plot_sweep(chart))

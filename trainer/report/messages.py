@@ -56,8 +56,9 @@ def describe(
       step: the compiled step, or None.
       gbps: the bandwidth between replicas in Gbit/s, as in `describe_communication`.
     """
-    spec, diloco = w.model.spec, w.task.diloco
-    taking_part = diloco.participants / diloco.num_replicas if diloco else 1.0
+    spec = w.model.spec
+    diloco = w.task.diloco
+    participation = diloco.participants / diloco.num_replicas if diloco else 1.0
     layers = (
         f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
     )
@@ -79,7 +80,7 @@ def describe(
             has_fp8_attention=w.model.policy.has_fp8_attention,
         ),
         f"precision {precision}: {describe_precision(w.model)}",
-        f"{w.task.flops_per_token * batch_tokens * taking_part:.3e} FLOPs a step",
+        f"{w.task.flops_per_token * batch_tokens * participation:.3e} FLOPs a step",
     ]
     if w.task.trainable:
         lines.insert(
@@ -106,7 +107,8 @@ def describe(
 
 def facts_of(w: Workload) -> dict[str, str]:
     """Return the facts of environment.txt about model, precision and data."""
-    manifest, policy = w.data.manifest, w.model.policy
+    manifest = w.data.manifest
+    policy = w.model.policy
     narrow = policy.forward is not None or policy.attention is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (
         narrow and w.mesh.devices.flat[0].platform == "cpu"
@@ -182,11 +184,11 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
     `gbps` is the bandwidth between replicas in Gbit/s, for an estimate of the time.
     """
     settings = sync_bytes.settings
-    some = ""
+    participants = ""
     if settings.participants < settings.num_replicas:
-        some = f", of which {settings.participants} train in a round"
+        participants = f", of which {settings.participants} train in a round"
     parts = f" in {settings.fragments} fragments" if settings.fragments > 1 else ""
-    assumption = "" if sync_bytes.read else " if each is on a machine of its own"
+    assumption = "" if sync_bytes.read else " if each is on a separate machine"
     if settings.num_replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
@@ -194,7 +196,7 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
         ]
     lines = [
         (
-            f"DiLoCo: {settings.num_replicas} replicas{some} exchange outer gradients"
+            f"DiLoCo: {settings.num_replicas} replicas{participants} exchange outer gradients"
             f" in {settings.format} every {settings.sync_every} steps{parts}; outer"
             f" learning rate {settings.lr:g}, momentum"
             f" {settings.momentum:g}{', with error feedback' * settings.feedback}"
@@ -270,21 +272,27 @@ def describe_attention(model: Model) -> str:
 
 def describe_precision(model: Model) -> str:
     """Return the formats of computation and storage, and the FP8 matmuls."""
-    policy, skipped = model.policy, model.skipped
+    policy = model.policy
+    skipped = model.skipped
     gradients = policy.weight_gradients if model.narrow else policy.wide_gradients
-    every = len(model.narrow) + len(skipped)
+    layer_count = len(model.narrow) + len(skipped)
     attention = describe_attention(model)
     matmuls = f"matmuls in {policy.compute}{attention}"
     if policy.forward is not None:
         simulated = " (simulated)" if policy.simulate else ""
-        narrow, share = len(model.narrow), flop_share(model.spec, model.narrow)
+        narrow = len(model.narrow)
+        share = flop_share(model.spec, model.narrow)
         if policy.has_wide_forward:
             share *= 2 / 3  # both gradients of the three matmuls of a layer
-        fine = sum(policy.backward_of(path) != policy.backward for path in model.narrow)
-        gradients_of = f" (gradients of {fine} in e4m3)" if policy.backward_e4m3 else ""
+        e4m3_note = ""
+        if policy.backward_e4m3:
+            count = sum(
+                policy.backward_of(path) != policy.backward for path in model.narrow
+            )
+            e4m3_note = f" (gradients of {count} in e4m3)"
         matmuls = (
-            f"{narrow} of {every} linear layers in"
-            f" {policy.forward}/{policy.backward}{gradients_of}{simulated}, "
+            f"{narrow} of {layer_count} linear layers in"
+            f" {policy.forward}/{policy.backward}{e4m3_note}{simulated}, "
         )
         matmuls += (
             f"{share:.0%} of the FLOPs{operand_transforms(policy)}{attention}; the"
@@ -293,7 +301,7 @@ def describe_precision(model: Model) -> str:
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
             listed = ", ".join(paths[:4])
-            if len(paths) == every:
+            if len(paths) == layer_count:
                 listed = "all"
             elif len(paths) > 4:
                 listed += f" and {len(paths) - 4} more"
@@ -310,9 +318,10 @@ def describe_data(manifest: Manifest) -> str:
     """Return a line about the text, its tokens, and the share for validation."""
     train, val = manifest.token_count("train"), manifest.token_count("val")
     tokens = f"{train:,} training and {val:,} validation tokens"
-    if not manifest.val_fraction:  # batches of the user's own program
+    if not manifest.val_fraction:  # batches of the user's program
         return tokens
-    share, requested = val / (train + val), manifest.val_fraction
+    share = val / (train + val)
+    requested = manifest.val_fraction
     part = f"({share:.1%} for validation)"
     if abs(share - requested) > MAX_DEVIATION * requested:
         part = (
@@ -334,7 +343,7 @@ def describe_read(manifest: Manifest) -> str:
     documents = f"{count:,} document{'s' * (count != 1)}"
     if not files:
         return documents
-    # directories of earlier versions have no formats
+    # directories of earlier versions do not name formats
     formats = manifest.source.get("formats", {})
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in formats.items())
     if len(formats) > 1:
@@ -388,9 +397,10 @@ def describe_schedule_change(
 def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> None:
     """Show where the results are, and the commands for the next steps.
 
-    `has_launcher`: whether the run has a launcher, which tells how to resume.
+    `has_launcher`: whether the run has a launcher, which prints how to resume.
     """
-    say, run_dir = run.session.display.message, str(run.session.run_dir)
+    say = run.session.display.message
+    run_dir = str(run.session.run_dir)
     program = program_command()
     resume = f"{program} {override('resume', run_dir)}"
     if code:
@@ -428,8 +438,8 @@ def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> No
     say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
     if not run.session.owns_process:
         return  # the program that called knows what to do next
-    # which reads its arguments as they are
-    here = shlex.quote(f"run_dir={run_dir}")
-    say(f"sample more:  {program} generate {here} prompt='And God said'")
+    # `generate` reads its arguments as they are, without the quotes of `override`.
+    run_dir_argument = shlex.quote(f"run_dir={run_dir}")
+    say(f"sample more:  {program} generate {run_dir_argument} prompt='And God said'")
     command = "the same command with" if has_launcher else resume
     say(f"train longer: {command} train.steps={2 * run.plan.steps}")

@@ -33,7 +33,7 @@ ONE_RUN_NOTE = (
     " compare</code> compares runs. <code>scalify-trainer evaluate</code>"
     " measures the loss of the weights in other precisions."
 )
-SHARP = (
+LOGITS_SHARPNESS_UNIT = (
     "largest rise of the last tokens' loss, in %, when each logit changes by about"
     " 0.05%"
 )
@@ -46,6 +46,7 @@ COMPARED = (
     ("Learning rate", "lr", ""),
     ("Memory", "memory/host_peak_gib", "GiB of the host"),
 )
+MAX_EVENTS = 200  # of the table
 SMOOTHED = ("train/loss", "grad_norm", "perf/tokens_per_s")
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1200px;padding:20px}
@@ -125,27 +126,30 @@ def arithmetic(h: RunRecords) -> str:
         return ""
     text = f"precision {name}: {meaning}" if meaning else f"precision {name}"
     if h.earlier_precisions:
-        before = ", then ".join(h.earlier_precisions)
-        text += f"; this is the last phase; before it: {before}"
+        earlier = ", then ".join(h.earlier_precisions)
+        text += f"; this is the last phase; before it: {earlier}"
     return text
 
 
 def charts(h: RunRecords) -> list[Chart]:
-    """Return the charts of a run that have recorded values.
+    """Return the charts of a run that have recorded values."""
+    all_charts = [*training_charts(h), *numerics_charts(h)]
+    return [
+        replace(chart, event_marks=h.event_marks) for chart in all_charts if chart.shown
+    ]
 
-    Lines of numerics that are flat by design are left out: saturation and underflow in
-    FP32, and scales that are all 1.
-    """
-    clip, norms = h.settings.get("optimizer.clip_norm"), finite(h.line("grad_norm"))[1]
-    over_clip = sum(y > clip for y in norms) / len(norms) if clip and norms else 0.0
-    clipped = f", which {over_clip:.1%} of the steps had" if over_clip else ""
-    underflow = relative_underflow(h)
-    limit: float | None = 100 * UNDERFLOW_LIMITS[0]
-    underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
-    if not underflow:
-        underflow, limit = min_max_lines(h, "underflow", "max", factor=100), None
-        underflow_unit = "upper bound, % of the values, worst layer"
-    all_charts = [
+
+def training_charts(h: RunRecords) -> list[Chart]:
+    """Return the charts of losses, rates, speed and memory."""
+    clip_norm = h.settings.get("optimizer.clip_norm")
+    _, norms = finite(h.line("grad_norm"))
+    clipped_share = 0.0
+    if clip_norm and norms:
+        clipped_share = sum(norm > clip_norm for norm in norms) / len(norms)
+    norm_unit = "before clipping"
+    if clipped_share:
+        norm_unit += f", which {clipped_share:.1%} of the steps had"
+    return [
         Chart(
             "Loss",
             [
@@ -158,9 +162,9 @@ def charts(h: RunRecords) -> list[Chart]:
         Chart(
             "Gradient norm",
             h.smooth("grad_norm", "norm"),
-            f"before clipping{clipped}",
+            norm_unit,
             from_zero=True,
-            limit=clip if over_clip else None,
+            limit=clip_norm if clipped_share else None,
         ),
         Chart(
             "Throughput",
@@ -177,7 +181,31 @@ def charts(h: RunRecords) -> list[Chart]:
             "GiB, peak so far",
             from_zero=True,
         ),
-        Chart("Underflow", underflow, underflow_unit, from_zero=True, limit=limit),
+    ]
+
+
+def numerics_charts(h: RunRecords) -> list[Chart]:
+    """Return the charts of numerics and sharpness.
+
+    Lines that are flat by design are left out: saturation and underflow in FP32, and
+    scales that are all 1.
+    """
+    underflow = relative_underflow(h)
+    underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
+    underflow_limit: float | None = 100 * UNDERFLOW_LIMITS[0]
+    if not underflow:
+        underflow = min_max_lines(h, "underflow", "max", factor=100)
+        underflow_unit = "upper bound, % of the values, worst layer"
+        underflow_limit = None
+    scales = min_max_lines(h, "exponent", "max", "min")
+    return [
+        Chart(
+            "Underflow",
+            underflow,
+            underflow_unit,
+            from_zero=True,
+            limit=underflow_limit,
+        ),
         Chart(
             "Saturation",
             min_max_lines(h, "saturated", "max", factor=100),
@@ -188,7 +216,7 @@ def charts(h: RunRecords) -> list[Chart]:
         Chart(
             "Sharpness of the logits",
             [h.line("sharpness/logits", dots=True)],
-            SHARP,
+            LOGITS_SHARPNESS_UNIT,
             from_zero=True,
         ),
         Chart(
@@ -200,16 +228,9 @@ def charts(h: RunRecords) -> list[Chart]:
         ),
         Chart(
             "Scales",
-            [
-                line
-                for line in min_max_lines(h, "exponent", "max", "min")
-                if any(line.ys)
-            ],
+            [line for line in scales if any(line.ys)],
             "powers of two, the largest and smallest of the layers",
         ),
-    ]
-    return [
-        replace(chart, event_marks=h.event_marks) for chart in all_charts if chart.shown
     ]
 
 
@@ -254,7 +275,7 @@ def relative_underflow(h: RunRecords) -> list[Line]:
     return lines
 
 
-def drawn(all_charts: Sequence[Chart | SweepChart]) -> list[str]:
+def draw_charts(all_charts: Sequence[Chart | SweepChart]) -> list[str]:
     """Return the parts of a page that show charts."""
     # Bokeh takes a second to import.
     from trainer.report.interactive import chart_grid
@@ -277,12 +298,18 @@ def render(
     h: RunRecords, *, pictures: Mapping[str, bytes], sample: str, environment: str
 ) -> str:
     """Return the page. `pictures`: PNGs by title."""
-    answers = [learning(h), healthy(h), fast(h)]
-    cards = "".join(
-        '<div class="card'
-        f' {a.grade}"><i>{GRADE_LABELS[a.grade]}</i><b>{a.question}</b>{lines(a.text)}</div>'
-        for a in answers
-    )
+    verdicts = {
+        "Is it learning?": learning(h),
+        "Is it healthy?": healthy(h),
+        "Is it fast?": fast(h),
+    }
+    cards = ""
+    for question, verdict in verdicts.items():
+        label = GRADE_LABELS[verdict.grade]
+        cards += (
+            f'<div class="card {verdict.grade}"><i>{label}</i><b>{question}</b>'
+            f"{first_line_and_list(verdict.text)}</div>"
+        )
     sections = [
         f"<h1>{html.escape(h.name)}</h1>",
         *(
@@ -292,7 +319,7 @@ def render(
         ),
         f'<div class="cards">{cards}</div>',
         f"<p class=sub>{ONE_RUN_NOTE}</p>",
-        *drawn(charts(h)),
+        *draw_charts(charts(h)),
         (
             f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"
         ),
@@ -302,9 +329,7 @@ def render(
             " <small>continues:"
             f" {html.escape(str(h.settings.get('sample.prompt', '')))}</small>"
         )
-        sections.append(
-            f"<h2>Its last sample{prompt}</h2><pre>{html.escape(sample)}</pre>"
-        )
+        sections.append(f"<h2>Last sample{prompt}</h2><pre>{html.escape(sample)}</pre>")
     for title, png in pictures.items():
         data = base64.b64encode(png).decode()
         image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
@@ -312,47 +337,47 @@ def render(
             "<details><summary>Numerics of every layer:"
             f" {html.escape(title)}</summary>{image}</details>"
         )
-    for title, text in (("Configuration", h.config), ("What it ran on", environment)):
+    for title, text in (("Configuration", h.config), ("Environment", environment)):
         sections.append(
             f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
         )
-    return page(h.name, sections)
+    return html_document(h.name, sections)
 
 
 def comparison_page(
-    histories: Sequence[RunRecords],
+    runs: Sequence[RunRecords],
     table: Sequence[Sequence[str]],
-    pictures: Sequence[SweepChart],
-    verdict: Sequence[str],
+    sweep_charts: Sequence[SweepChart],
+    verdicts: Sequence[str],
     means: Sequence[Sequence[str]],
     unranked: Collection[str] = (),
 ) -> str:
-    """Return a page that compares runs: verdicts, curves, pictures and tables.
+    """Return a page that compares runs: verdicts, curves, sweep charts and tables.
 
     The first row of a table is its head. `means` may be empty. `unranked`: names of the
-    runs that are marked, because their losses cannot be compared.
+    runs whose losses cannot be compared.
     """
-    names = {h.name: h.name for h in histories}
+    names = {h.name: h.name for h in runs}
     names |= {name: f"{name} (not ranked)" for name in unranked}
 
-    def over(key: str) -> list[Line]:
-        pairs = [(h, color_number(i)) for i, h in enumerate(histories)]
+    def lines_of_runs(key: str) -> list[Line]:
+        pairs = [(h, color_number(i)) for i, h in enumerate(runs)]
         if key in SMOOTHED:
             return [h.smooth(key, names[h.name], color)[1] for h, color in pairs]
         is_validation = key.startswith("val/")
         return [h.line(key, names[h.name], c, dots=is_validation) for h, c in pairs]
 
     curves = [
-        Chart(title, over(key), unit, not key.endswith("loss"))
+        Chart(title, lines_of_runs(key), unit, not key.endswith("loss"))
         for title, key, unit in COMPARED
     ]
-    title = f"{len(histories)} runs"
-    body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdict)]
-    body += drawn([*curves, *pictures])
+    title = f"{len(runs)} runs"
+    body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in verdicts)]
+    body += draw_charts([*curves, *sweep_charts])
     if means:
         body += ["<h2>Means over seeds</h2>", html_table(means)]
-    body += ["<h2>Figures and differences</h2>", html_table(table)]
-    return page(title, body)
+    body += ["<h2>Metrics and differing settings</h2>", html_table(table)]
+    return html_document(title, body)
 
 
 def html_table(table: Sequence[Sequence[str]]) -> str:
@@ -365,7 +390,7 @@ def html_table(table: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{rows}</table></div>'
 
 
-def lines(text: str) -> str:
+def first_line_and_list(text: str) -> str:
     """Return the first line as a sentence, the others as a list."""
     first, *rest = map(html.escape, text.splitlines())
     if not rest:
@@ -373,7 +398,7 @@ def lines(text: str) -> str:
     return f"{first}<ul>{''.join(f'<li>{line}</li>' for line in rest)}</ul>"
 
 
-def page(title: str, sections: Sequence[str]) -> str:
+def html_document(title: str, sections: Sequence[str]) -> str:
     """Return a whole document."""
     head = (
         "<meta"
@@ -385,7 +410,7 @@ def page(title: str, sections: Sequence[str]) -> str:
     )
 
 
-def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
+def event_table(events: Sequence[tuple[int, str]]) -> str:
     """Return a table of the last events, the newest last."""
     if not events:
         return (
@@ -395,11 +420,12 @@ def event_table(events: Sequence[tuple[int, str]], most: int = 200) -> str:
     rows = "".join(
         f'<tr><td><i style="background:{color_of(text)}"></i>{step:,}</td>'
         f"<td>{html.escape(text)}</td></tr>"
-        for step, text in events[-most:]
+        for step, text in events[-MAX_EVENTS:]
     )
     earlier = ""
-    if len(events) > most:
-        earlier = f"<p>{len(events) - most} earlier ones are in metrics.jsonl.</p>"
+    if len(events) > MAX_EVENTS:
+        count = len(events) - MAX_EVENTS
+        earlier = f"<p>{count} earlier events are in metrics.jsonl.</p>"
     return f"{earlier}<table><tr><th>step</th><th>event</th></tr>{rows}</table>"
 
 
@@ -410,14 +436,14 @@ def write_report(run_dir: Path) -> Path:
       UserError: no log, a malformed file, a link (whose target would be published), or
           a full disk.
     """
-    history, numerics = RunRecords.read(run_dir), run_dir / "numerics"
+    h = RunRecords.read(run_dir)
     samples = read_samples(run_dir / "samples.txt")
     with well_formed(f"a record in {run_dir}", "repair or remove the file"):
         text = render(
-            history,
+            h,
             pictures={
-                p.stem.replace("_", " "): read_file(p)
-                for p in sorted(numerics.glob("*.png"))
+                path.stem.replace("_", " "): read_file(path)
+                for path in sorted((run_dir / "numerics").glob("*.png"))
             },
             sample=samples[-1].text if samples else "",
             environment=read_text(run_dir / "environment.txt"),
