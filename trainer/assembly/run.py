@@ -373,21 +373,20 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     display, tracker = session.display, session.tracker
     for line in describe_phase(phases, phase):
         display.message(line)
-    # Events get the number of the next step: a restart from this checkpoint drops later
-    # rows, so that each event is logged once.
+    # A restart from this checkpoint drops later rows, so that each event is logged once.
+    event_step = checkpoint.step + 1
     if checkpoint.is_fork:
-        tracker.event(checkpoint.step + 1, f"forked from {checkpoint.origin}")
+        tracker.event(event_step, f"forked from {checkpoint.origin}")
     for line in [
         *describe_other_devices(config, mesh, checkpoint),
         *describe_other_settings(config, checkpoint),
     ]:
         display.message(line)
-        tracker.event(checkpoint.step + 1, line)
+        tracker.event(event_step, line)
     changes = schedule_history(whole_config, checkpoint)
     if checkpoint.step < whole_config.train.steps:
         for change in changes[len(checkpoint.meta.get("schedule_changes") or ()) :]:
-            text = f"the learning-rate schedule changed {change}"
-            tracker.event(checkpoint.step + 1, text)
+            tracker.event(event_step, f"the learning-rate schedule changed {change}")
     task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
     state = from_checkpoint_form(
         enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
@@ -401,7 +400,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     if fp8:
         for line in fp8.lines:
             display.message(line)
-            tracker.event(checkpoint.step, line)
+            tracker.event(event_step, line)
         tracker.summary({"fp8_flop_share": fp8.share})
     watchdog = build_watchdog(
         config.watchdog,

@@ -3,10 +3,12 @@ writes it."""
 
 import os
 
+import pytest
 from command import tiny_config
 
 from trainer import Callback, train
 from trainer.assembly import run as build
+from trainer.compiled.fp8 import StepReport
 from trainer.observe.records import read_rows
 
 
@@ -61,3 +63,32 @@ def test_a_log_that_is_damaged_under_the_run_is_noticed_at_the_next_checkpoint(
     printed = capsys.readouterr().out
     assert printed.count("was removed or replaced") == 2
     assert printed.count("was changed while") == 1
+
+
+def test_the_line_about_fp8_is_logged_once_however_often_a_checkpoint_is_continued(
+    tmp_path, monkeypatch
+):
+    """A GPU's check, which a CPU does not have. The restart is killed in the first step
+    after the checkpoint, so the next one starts from the same checkpoint.
+    """
+    monkeypatch.chdir(tmp_path)
+    line = "FP8: all matmuls"
+    monkeypatch.setattr(build, "check_fp8", lambda *_: StepReport(1.0, [line]))
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    train(tiny_config("checkpoint.every=2", "train.steps=2"))
+    config = tiny_config("checkpoint.every=2", "train.steps=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "train", kill)
+        for _ in range(2):
+            with pytest.raises(Killed):
+                train(config)
+    train(config)
+    rows = read_rows(tmp_path / "A" / "metrics.jsonl")
+    steps = [row["step"] for row in rows if row.get("event") == line]
+    assert steps == [1, 3]
