@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.assembly import run as build
+from trainer.assembly import training as build
 from trainer.cli import train as command
 from trainer.data import Batch
 from trainer.run import loop

@@ -1,4 +1,4 @@
 """From a checked configuration to a run: the objects are built here, and only here.
 
-Read `run` first.
+Read `training` first.
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.assembly.data import CustomData
 from trainer.assembly.hooks import Hooks
-from trainer.assembly.run import run
+from trainer.assembly.training import run
 from trainer.config.composition import compose_config
 from trainer.config.schema import Config
 from trainer.errors import UserError

@@ -457,7 +457,7 @@ def work(settings: Mapping[str, Any]) -> int:
     import jax
 
     from trainer.assembly.hooks import Hooks
-    from trainer.assembly.run import run
+    from trainer.assembly.training import run
     from trainer.parallel.processes import PROCESS_VARIABLES
 
     job: WorkerJob = settings["job"]

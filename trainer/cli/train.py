@@ -323,7 +323,7 @@ def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> i
 
         return launch(config, overrides, fixed)
     keep_freed_memory()
-    from trainer.assembly.run import run
+    from trainer.assembly.training import run
 
     EARLY_INTERRUPT.imported = True
     code, _ = run(config, overrides, fixed=fixed)

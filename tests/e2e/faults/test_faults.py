@@ -22,7 +22,7 @@ from command import (
 )
 
 from scripts.faults import faulty
-from trainer.assembly import run as build
+from trainer.assembly import training as build
 from trainer.cli.train import main
 from trainer.observe.records import read_rows
 

@@ -11,7 +11,7 @@ import pytest
 from command import CACHE, TINY, here, parameters, values
 from tokenizers import Tokenizer
 
-from trainer.assembly import run as build
+from trainer.assembly import training as build
 from trainer.assembly.saved_model import restore_run
 from trainer.cli.export import Arguments as Export
 from trainer.cli.export import main as export

@@ -7,7 +7,7 @@ import pytest
 from command import tiny_config
 
 from trainer import Callback, train
-from trainer.assembly import run as build
+from trainer.assembly import training as build
 from trainer.compiled.fp8 import StepReport
 from trainer.observe.records import read_rows
 

@@ -13,7 +13,7 @@ from command import tiny_config
 from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, train
-from trainer.assembly import run as assembly
+from trainer.assembly import training as assembly
 from trainer.assembly.saved_model import restore_run
 from trainer.cli import export
 from trainer.report.page import ending

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.assembly.run import closing
+from trainer.assembly.training import closing
 from trainer.errors import UserError
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import TrackerStart

@@ -326,7 +326,7 @@ def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Hydra's, which would outlive this test's captured output
     monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr("trainer.assembly.run.run", run)
+    monkeypatch.setattr("trainer.assembly.training.run", run)
     assert command.main(["-m", "run_dir=S", "seed=0,1,2"]) == 1
     assert len(calls) == 2
     assert not (tmp_path / "S" / "2").exists()
