@@ -373,7 +373,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
     display, tracker = session.display, session.tracker
     for line in describe_phase(phases, phase):
         display.message(line)
-    # A restart from this checkpoint drops later rows, so that each event is logged once.
+    # A restart from this checkpoint drops later rows: each event is logged once.
     event_step = checkpoint.step + 1
     if checkpoint.is_fork:
         tracker.event(event_step, f"forked from {checkpoint.origin}")
