@@ -36,7 +36,7 @@ from trainer.cli.arguments import argument, run_script, split
 from trainer.data.corpus import embedded_corpus
 from trainer.errors import UserError
 from trainer.files import write_atomically
-from trainer.run.rundir import code_version
+from trainer.run.environment import code_version
 from trainer.tasks.intervals import half_width
 from trainer.text import nearest
 

@@ -24,7 +24,7 @@ from scripts.studies import rows
 from trainer.cli.arguments import argument, run_script, split
 from trainer.errors import UserError
 from trainer.files import write_atomically
-from trainer.run.rundir import code_version
+from trainer.run.environment import code_version
 from trainer.text import nearest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))  # where `zoo` is

@@ -57,6 +57,7 @@ from trainer.report.page import write_report
 from trainer.report.run_records import FINAL_VALIDATION
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import architecture, check_same_run
+from trainer.run.environment import add_facts, write_environment
 from trainer.run.initial_weights import keep_tokenizer
 from trainer.run.inputs import check_same_inputs
 from trainer.run.libraries import (
@@ -66,7 +67,7 @@ from trainer.run.libraries import (
 )
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
-from trainer.run.rundir import RunDir, RunDirLost, add_facts, write_environment
+from trainer.run.rundir import RunDir, RunDirLost
 from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point

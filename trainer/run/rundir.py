@@ -8,12 +8,9 @@ import contextlib
 import fcntl
 import logging
 import os
-import platform
 import socket
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +27,6 @@ from trainer.files import (
     check_regular,
     explain_unwritable,
     no_follow,
-    read_file,
     read_mapping,
     refuse_link,
     refuse_links,
@@ -38,14 +34,12 @@ from trainer.files import (
     write_text,
 )
 from trainer.parallel.processes import (
-    PROCESS_VARIABLES,
     compare_processes,
     raise_together,
     shared_name,
 )
 from trainer.run.checkpoint import Checkpointer
-from trainer.text import override, redact
-from trainer.version import __version__
+from trainer.text import override
 
 # Files that a run writes, which a user may have under the same name. The folders that
 # it writes to are in `FOLDERS`.
@@ -443,125 +437,3 @@ def is_in_use(run_dir: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-# Variables in environment.txt, beside JAX's own settings. Any other variable, such as
-# JAX_TOKEN, may be a secret.
-XLA_VARIABLES = (
-    "XLA_FLAGS",
-    "XLA_PYTHON_CLIENT_ALLOCATOR",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-)
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-    "ml_dtypes",
-    "datasets",
-    "tiktoken",
-    "wandb",
-)
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a run: code, versions, devices, and the variables of
-    JAX and XLA.
-    """
-    facts = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "version": __version__,
-        "code": code_version(),
-    }
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    devices = jax.devices()
-    facts["devices"] = (
-        f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    )
-    facts["processes"] = str(jax.process_count())
-    facts["host"] = f"{os.cpu_count()} CPU cores"
-    settings = {name.upper() for name in jax.config.values} | {
-        *PROCESS_VARIABLES,
-        *XLA_VARIABLES,
-    }
-    facts |= {name: os.environ[name] for name in sorted(settings & os.environ.keys())}
-    return facts
-
-
-def code_version() -> str:
-    """Return the git commit of this package's source, with `+changes` if files differ
-    from it.
-    """
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str | None:
-        try:
-            result = subprocess.run(
-                ["git", "-C", root, *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if result.returncode == 0:
-            return result.stdout.strip()
-        return None
-
-    commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
-    if commit is None:
-        return "not a git checkout"
-    changes = git("status", "--porcelain", "--untracked-files=no")
-    if changes:
-        return f"{commit}+changes"
-    return commit
-
-
-def write_environment(
-    run_dir: Path, facts: dict[str, str], overrides: Sequence[str]
-) -> None:
-    """Write environment.txt, `key: value` a line; a resumed run appends its own lines.
-
-    The first process writes it.
-
-    Args:
-      run_dir: the run directory.
-      facts: values by key.
-      overrides: the `key=value` arguments of the command.
-    """
-    if jax.process_index() > 0:
-        return
-    settings = redact(
-        dict(override.split("=", 1) for override in overrides if "=" in override)
-    )
-    values = environment() | facts
-    values["overrides"] = " ".join(f"{key}={value}" for key, value in settings.items())
-    _append_facts(run_dir, values, "\n")
-
-
-def add_facts(run_dir: Path, facts: dict[str, str]) -> None:
-    """Append facts of a new training phase to the last part of environment.txt.
-
-    A reader takes the last line of each key. The first process writes it.
-    """
-    if jax.process_index() == 0:
-        _append_facts(run_dir, facts, "")
-
-
-def _append_facts(run_dir: Path, facts: dict[str, str], separator: str) -> None:
-    """Append facts to environment.txt, `separator` after those that are there."""
-    text = "".join(
-        f"{key}: {' '.join(value.splitlines())}\n" for key, value in facts.items()
-    )
-    path = run_dir / "environment.txt"
-    if path.exists():
-        text = read_file(path).decode(errors="replace") + separator + text
-    write_text(path, text)
