@@ -28,8 +28,9 @@ import numpy as np
 from trainer.assembly import training as build
 from trainer.cli import train as command
 from trainer.data import Batch
-from trainer.run import loop
 from trainer.run.callbacks import Callback, StepContext
+from trainer.run.loop import train as train_phase
+from trainer.run.session import TrainLoop
 
 NO_TOKEN = 2**30
 ENLARGED = 4.0
@@ -51,14 +52,14 @@ class Clock:
 
 
 def with_faults(
-    run: loop.Run, faults: dict[str, Any], hung: Path
+    loop: TrainLoop, faults: dict[str, Any], hung: Path
 ) -> Callable[[int], Iterator[tuple[int, Batch]]]:
     """Return the run's batches with faults.
 
     Weights are replaced here, between two steps, because a recompiled step would lose
     the fault. `HAPPENED` in the run directory lists the faults.
     """
-    batches, clock = run.data.batches, Clock()
+    batches, clock = loop.data.batches, Clock()
     time.time = clock
 
     def faulty(start: int) -> Iterator[tuple[int, Batch]]:
@@ -69,20 +70,20 @@ def with_faults(
                 hung.touch()
                 time.sleep(1e6)
             if step + 1 in faults.get("corrupt", ()):
-                larger = jax.tree.map(lambda x: x * ENLARGED, run.state.params)
-                run.state = dataclasses.replace(run.state, params=larger)
-                note(run, f"corrupt {step + 1}")
+                larger = jax.tree.map(lambda x: x * ENLARGED, loop.state.params)
+                loop.state = dataclasses.replace(loop.state, params=larger)
+                note(loop, f"corrupt {step + 1}")
             if step + 1 in faults.get("nan", ()):
                 batch = batch._replace(tokens=np.full_like(batch.tokens, NO_TOKEN))
-                note(run, f"nan {step + 1}")
+                note(loop, f"nan {step + 1}")
             yield step, batch
 
     return faulty
 
 
-def note(run: loop.Run, fault: str) -> None:
+def note(loop: TrainLoop, fault: str) -> None:
     """Record that a fault happened."""
-    with (run.session.run_dir / HAPPENED).open("a", encoding="utf-8") as file:
+    with (loop.session.run_dir / HAPPENED).open("a", encoding="utf-8") as file:
         print(fault, file=file)
 
 
@@ -111,18 +112,18 @@ def inject(file: Path) -> None:
     """Let training in this process have the faults of a file."""
     faults: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
 
-    def train(run: loop.Run) -> int:
+    def train(loop: TrainLoop) -> int:
         hung = file.with_name(file.name + ".hung")
-        run.data = run.data._replace(batches=with_faults(run, faults, hung))
-        run.callbacks = [
+        loop.data = loop.data._replace(batches=with_faults(loop, faults, hung))
+        loop.callbacks = [
             (
                 with_slow_batches(callback, faults)
                 if callback.name == "evaluation"
                 else callback
             )
-            for callback in run.callbacks
+            for callback in loop.callbacks
         ]
-        return loop.train(run)
+        return train_phase(loop)
 
     build.train = train
 

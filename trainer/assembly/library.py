@@ -127,10 +127,10 @@ def train(
             " train`; leave it out to train in this process"
         )
     hooks = Hooks(model, data, tracker, callbacks, owns_process=False)
-    code, training = run(config, hooks=hooks)
-    assert training is not None  # only a dry run has none
-    run_dir = training.session.run_dir
+    code, loop = run(config, hooks=hooks)
+    assert loop is not None  # only a dry run has none
+    run_dir = loop.session.run_dir
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
     # The exit code of a run that a signal stopped is 128 + the signal's number.
     stopped_by = signal.Signals(code - 128) if code else None
-    return Result(training.state, training.step, rows, run_dir, stopped_by)
+    return Result(loop.state, loop.step, rows, run_dir, stopped_by)

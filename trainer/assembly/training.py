@@ -68,7 +68,7 @@ from trainer.run.libraries import (
 from trainer.run.loop import train
 from trainer.run.phases import Phases, enter_phase, saved_task
 from trainer.run.rundir import RunDir, RunDirLost
-from trainer.run.session import Recovery, Run, Session, StepPlan, TrainData
+from trainer.run.session import Recovery, Session, StepPlan, TrainData, TrainLoop
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_replicas, starting_point
 from trainer.run.totals import continued_totals
@@ -94,7 +94,7 @@ def run(
     overrides: Sequence[str] = (),
     hooks: Hooks = NO_HOOKS,
     fixed: Collection[str] = (),
-) -> tuple[int, Run | None]:
+) -> tuple[int, TrainLoop | None]:
     """Train; with `dry_run` only describe what would be trained.
 
     Args:
@@ -105,7 +105,7 @@ def run(
         `RunDir.check`.
 
     Returns:
-      The exit code, and the run as it ended; None after a dry run.
+      The exit code, and the loop as it ended; None after a dry run.
     """
     console = set_up_process(config)
     if config.dry_run:
@@ -123,18 +123,18 @@ def run(
             )
             with closing(session) as ending:
                 while True:  # one iteration for each training phase
-                    training = build_run(experiment, session, checkpoint)
-                    ending.exit_code = train(training)
-                    if ending.exit_code or training.step >= config.train.steps:
+                    loop = build_loop(experiment, session, checkpoint)
+                    ending.exit_code = train(loop)
+                    if ending.exit_code or loop.step >= config.train.steps:
                         break
-                    checkpoint = end_of_phase(training)
+                    checkpoint = end_of_phase(loop)
             farewell(
-                training,
+                loop,
                 ending.exit_code,
                 has_report=ending.has_report,
                 has_launcher=config.launcher.kind is not None,
             )
-            return ending.exit_code, training
+            return ending.exit_code, loop
 
 
 def set_up_process(config: schema.Config) -> Output:
@@ -353,18 +353,20 @@ def report_on(run_dir: Path, display: Display, ending: Ending) -> None:
             display.message(f"no report.html: {reason}")
 
 
-def end_of_phase(training: Run) -> Restored:
+def end_of_phase(loop: TrainLoop) -> Restored:
     """Return the state at the end of a phase, as a checkpoint would have it."""
-    recovery = training.recovery
+    recovery = loop.recovery
     meta = recovery.meta | {
         "watchdog": recovery.watchdog.state(),
-        "totals": dataclasses.asdict(training.totals(training.step)),
+        "totals": dataclasses.asdict(loop.totals(loop.step)),
     }
-    return Restored(training.step, to_checkpoint_form(training.state), meta)
+    return Restored(loop.step, to_checkpoint_form(loop.state), meta)
 
 
-def build_run(experiment: Experiment, session: Session, checkpoint: Restored) -> Run:
-    """Compile the step of the phase that continues a checkpoint, and build its run."""
+def build_loop(
+    experiment: Experiment, session: Session, checkpoint: Restored
+) -> TrainLoop:
+    """Compile the step of the phase that continues a checkpoint, and build its loop."""
     whole_config, workload, phases, hooks = experiment
     phase = phases.phase_after(checkpoint)
     config, task, mesh = phase.config, phase.task, workload.mesh
@@ -413,7 +415,7 @@ def build_run(experiment: Experiment, session: Session, checkpoint: Restored) ->
         checkpoint.meta, checkpoint.step, build_totals(config, workload)
     )
     profile = config.profile.steps
-    return Run(
+    return TrainLoop(
         session=session,
         plan=StepPlan(
             steps=config.train.steps,

@@ -23,7 +23,7 @@ from trainer.parallel.mesh import devices_of_replica
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.report.run_records import VALIDATION_DIGEST
-from trainer.run.session import Run
+from trainer.run.session import TrainLoop
 from trainer.step.xla_flags import determinism_message
 from trainer.text import key_of, override, program_command
 from trainer.workload import TrainTask, Workload
@@ -394,25 +394,27 @@ def describe_schedule_change(
     ]
 
 
-def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> None:
+def farewell(
+    loop: TrainLoop, code: int, *, has_report: bool, has_launcher: bool
+) -> None:
     """Show where the results are, and the commands for the next steps.
 
     `has_launcher`: whether the run has a launcher, which prints how to resume.
     """
-    say = run.session.display.message
-    run_dir = str(run.session.run_dir)
+    say = loop.session.display.message
+    run_dir = str(loop.session.run_dir)
     program = program_command()
     resume = f"{program} {override('resume', run_dir)}"
     if code:
-        where = f"step {run.step} of {run.plan.steps}"
-        if run.unfinished is not None and run.step == run.plan.steps:
+        where = f"step {loop.step} of {loop.plan.steps}"
+        if loop.unfinished is not None and loop.step == loop.plan.steps:
             where += ", before its final validation was done"
         if has_launcher:
             say(f"stopped after {where}")
             return
-        saved = max(run.session.checkpointer.steps(), default=0)
+        saved = max(loop.session.checkpointer.steps(), default=0)
         how = f"the same command with {override('run_dir', run_dir)}"
-        if not run.session.owns_process:
+        if not loop.session.owns_process:
             how = "the same call"
         elif saved:
             how = f"{resume}   (or {how})"
@@ -428,18 +430,18 @@ def farewell(run: Run, code: int, *, has_report: bool, has_launcher: bool) -> No
         "checkpoints",
         "config.yaml",
     )
-    folder = run.session.run_dir
+    folder = loop.session.run_dir
     # samples.txt is empty where nothing was sampled.
     results = ", ".join(
         name
         for name in names
         if (folder / name).exists() and (folder / name).stat().st_size
     )
-    say(f"done: {run.step} steps. Everything is in {run_dir}: {results}")
-    if not run.session.owns_process:
+    say(f"done: {loop.step} steps. Everything is in {run_dir}: {results}")
+    if not loop.session.owns_process:
         return  # the program that called knows what to do next
     # `generate` reads its arguments as they are, without the quotes of `override`.
     run_dir_argument = shlex.quote(f"run_dir={run_dir}")
     say(f"sample more:  {program} generate {run_dir_argument} prompt='And God said'")
     command = "the same command with" if has_launcher else resume
-    say(f"train longer: {command} train.steps={2 * run.plan.steps}")
+    say(f"train longer: {command} train.steps={2 * loop.plan.steps}")

@@ -1,8 +1,8 @@
 """Callbacks: functions that run between steps, and whose records are logged exactly
 once.
 
-`Run.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those of
-every run; a program appends its own. After step n, the callbacks that are due run in
+`TrainLoop.callbacks` is the list of them. `trainer.run.builtin_callbacks` makes those
+of every run; a program appends its own. After step n, the callbacks that are due run in
 the order of the list, one kind after another:
 
 1. EVALUATE callbacks change nothing. They return metrics for the row of step n, and

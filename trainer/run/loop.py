@@ -25,7 +25,7 @@ from trainer.observe.records import decode_row, encode_row
 from trainer.observe.throughput import memory
 from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
-from trainer.run.session import Run, Session
+from trainer.run.session import Session, TrainLoop
 from trainer.run.shutdown import Guard
 from trainer.step.state import first_nonfinite_array, to_checkpoint_form
 from trainer.step.step import Metrics, Tokens
@@ -61,7 +61,7 @@ class StopRequest:
         return self.signal > 0
 
 
-def train(run: Run) -> int:
+def train(loop: TrainLoop) -> int:
     """Train to the end of the phase, or to a stop request.
 
     Returns:
@@ -70,11 +70,11 @@ def train(run: Run) -> int:
     Raises:
       Diverged: the watchdog found no way to go on.
     """
-    session = run.session
+    session = loop.session
 
     def report_stall(text: str) -> None:
-        # Rows of later steps, up to `run.step`, are not logged yet.
-        log_event(run, run.last_logged_step, text, alert="stall")
+        # Rows of later steps, up to `loop.step`, are not logged yet.
+        log_event(loop, loop.last_logged_step, text, alert="stall")
 
     with (
         Guard(
@@ -84,23 +84,23 @@ def train(run: Run) -> int:
             session.display.message,
             owns_process=session.owns_process,
         ) as guard,
-        Profiler(run.plan.profile, session.run_dir / "profile") as profiler,
+        Profiler(loop.plan.profile, session.run_dir / "profile") as profiler,
     ):
         stop = StopRequest(session, guard)
-        if run.unfinished is not None:
-            finish_interrupted_step(run, run.unfinished, stop)
+        if loop.unfinished is not None:
+            finish_interrupted_step(loop, loop.unfinished, stop)
         if not stop.signal:
-            take_steps(run, stop, profiler)
+            take_steps(loop, stop, profiler)
         guard.beat("saving the last checkpoint")
         session.checkpointer.wait()
-    failure = run.recovery.watchdog.failure
-    if run.step >= run.plan.steps and failure is not None:
+    failure = loop.recovery.watchdog.failure
+    if loop.step >= loop.plan.steps and failure is not None:
         # A resumed run removes all records of steps after its checkpoint. This event is
         # recorded under the next step, so it is removed too.
-        session.tracker.event(run.step + 1, f"stopped: {failure}")
-        session.tracker.alert("diverged", f"step {run.step}: {failure}")
+        session.tracker.event(loop.step + 1, f"stopped: {failure}")
+        session.tracker.alert("diverged", f"step {loop.step}: {failure}")
         raise Diverged(
-            f"all {run.plan.steps} steps were taken, but {failure}; see"
+            f"all {loop.plan.steps} steps were taken, but {failure}; see"
             f" {session.run_dir}/report.html"
         )
     if stop.signal:
@@ -108,61 +108,61 @@ def train(run: Run) -> int:
     return 0
 
 
-def take_steps(run: Run, stop: StopRequest, profiler: "Profiler") -> None:
+def take_steps(loop: TrainLoop, stop: StopRequest, profiler: "Profiler") -> None:
     """Take the steps of the phase; return early after a stop request."""
-    guard, watchdog = stop.guard, run.recovery.watchdog
+    guard, watchdog = stop.guard, loop.recovery.watchdog
     pending: PendingStep | None = None
-    batches = run.data.batches(run.step)
+    batches = loop.data.batches(loop.step)
     wait_started = time.perf_counter()
-    guard.beat(f"waiting for the batch of step {run.step + 1}")
+    guard.beat(f"waiting for the batch of step {loop.step + 1}")
     for steps_taken, batch in batches:
         step = steps_taken + 1
-        run.throughput.waited(time.perf_counter() - wait_started)
+        loop.throughput.waited(time.perf_counter() - wait_started)
         guard.beat(f"in step {step}")
-        tokens = run.data.place(batch)
+        tokens = loop.data.place(batch)
         profiler.before(step)
         # Asynchronous: the host reads the previous step's metrics in the meantime.
-        run.state, metrics = run.train_step(
-            run.state, tokens, run.plan.step_inputs(step)
+        loop.state, metrics = loop.train_step(
+            loop.state, tokens, loop.plan.step_inputs(step)
         )
-        if profiler.after(step, run.state.params):
-            run.session.display.event(
+        if profiler.after(step, loop.state.params):
+            loop.session.display.event(
                 step, f"profile of steps up to {step}: {profiler.directory}"
             )
         if pending is not None:
-            log_row(run, pending.step, step_row(run, pending))
+            log_row(loop, pending.step, step_row(loop, pending))
         pending = PendingStep(step, metrics, batch)
-        run.step = step
+        loop.step = step
         # All processes call `stop.requested` once a step, before any returns early.
-        if stop.requested(f"in step {run.step}") or needs_metrics_now(run):
-            row = step_row(run, pending)
+        if stop.requested(f"in step {loop.step}") or needs_metrics_now(loop):
+            row = step_row(loop, pending)
             # A weight can be infinite although loss and gradients are finite.
-            watchdog.inspect(run.step, first_nonfinite_array(run.state))
+            watchdog.inspect(loop.step, first_nonfinite_array(loop.state))
             if watchdog.rollback_reason is not None:
-                recover(run, pending, row)
+                recover(loop, pending, row)
                 # The row keeps the loss of the bad step; callbacks get the restored
                 # state.
                 row |= watchdog.row()
             pending = None
-            run_callbacks(run, row, tokens, stop)
+            run_callbacks(loop, row, tokens, stop)
         # Report a full disk now, not at the next save.
-        run.session.checkpointer.check()
+        loop.session.checkpointer.check()
         if stop.signal:
             return
         wait_started = time.perf_counter()
-        guard.beat(f"waiting for the batch of step {run.step + 1}")
+        guard.beat(f"waiting for the batch of step {loop.step + 1}")
 
 
-def needs_metrics_now(run: Run) -> bool:
+def needs_metrics_now(loop: TrainLoop) -> bool:
     """Return whether this step's metrics are needed before the next step starts."""
     return (
-        run.step == run.plan.phase_end
-        or run.recovery.watchdog.suspect_since is not None
-        or any(callback.is_regular(run.step) for callback in run.callbacks)
+        loop.step == loop.plan.phase_end
+        or loop.recovery.watchdog.suspect_since is not None
+        or any(callback.is_regular(loop.step) for callback in loop.callbacks)
     )
 
 
-def step_row(run: Run, pending: PendingStep) -> dict[str, float]:
+def step_row(loop: TrainLoop, pending: PendingStep) -> dict[str, float]:
     """Wait for a step's metrics, and return its row.
 
     The watchdog gets the metrics. The batch of a skipped step is saved.
@@ -173,25 +173,25 @@ def step_row(run: Run, pending: PendingStep) -> dict[str, float]:
     row = {
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
-        "lr": float(run.plan.learning_rates[pending.step - 1]),
-        "tokens": run.totals(pending.step).tokens,
+        "lr": float(loop.plan.learning_rates[pending.step - 1]),
+        "tokens": loop.totals(pending.step).tokens,
     }
-    event = run.recovery.watchdog.observe(pending.step, metrics)
+    event = loop.recovery.watchdog.observe(pending.step, metrics)
     if not metrics["finite"]:
-        save_skipped_batch(run.session.run_dir, pending)
+        save_skipped_batch(loop.session.run_dir, pending)
     if event is not None:
-        log_event(run, pending.step, event)
-    return row | run.recovery.watchdog.row() | run.throughput.row() | memory()
+        log_event(loop, pending.step, event)
+    return row | loop.recovery.watchdog.row() | loop.throughput.row() | memory()
 
 
-def recover(run: Run, pending: PendingStep, row: dict[str, float]) -> None:
+def recover(loop: TrainLoop, pending: PendingStep, row: dict[str, float]) -> None:
     """Roll back to a checkpoint from before the bad steps; the step count goes on.
 
     Raises:
       Diverged: there is no such checkpoint, or there were too many rollbacks.
     """
-    watchdog = run.recovery.watchdog
-    checkpointer = run.session.checkpointer
+    watchdog = loop.recovery.watchdog
+    checkpointer = loop.session.checkpointer
     # Without this wait, disk speed would decide which checkpoint is the newest.
     checkpointer.wait()
     first_bad_step = watchdog.suspect_since or pending.step
@@ -201,39 +201,39 @@ def recover(run: Run, pending: PendingStep, row: dict[str, float]) -> None:
             f"{watchdog.rollback_reason}; there is no checkpoint from before the spike,"
             " so training continues without a rollback"
         )
-        log_event(run, run.step, text, alert="spike")
+        log_event(loop, loop.step, text, alert="spike")
         watchdog.restart_spike_window()
     elif not good_steps or not watchdog.may_roll_back:
-        log_row(run, pending.step, row)
-        stop_diverged(run, pending)
+        log_row(loop, pending.step, row)
+        stop_diverged(loop, pending)
     else:
-        roll_back(run, good_steps)
+        roll_back(loop, good_steps)
 
 
-def roll_back(run: Run, good_steps: list[int]) -> None:
+def roll_back(loop: TrainLoop, good_steps: list[int]) -> None:
     """Restore the newest of these checkpoints that is intact."""
-    watchdog = run.recovery.watchdog
+    watchdog = loop.recovery.watchdog
     checkpoint = next(
-        callback for callback in run.callbacks if callback.name == CHECKPOINT
+        callback for callback in loop.callbacks if callback.name == CHECKPOINT
     )
     # Regular checkpoints first: a stop request saves an extra one, and a stopped run
     # must roll back to the same step as an uninterrupted run.
     candidates = sorted(
         good_steps, key=lambda step: (not checkpoint.is_regular(step), -step)
     )
-    run.state, step, train_step = run.recovery.restore(run.state, candidates)
-    run.train_step = train_step or run.train_step
+    loop.state, step, train_step = loop.recovery.restore(loop.state, candidates)
+    loop.train_step = train_step or loop.train_step
     text = (
         f"{watchdog.rollback_reason}; rolled back to step {step}; skipping the batches"
-        f" of steps {step + 1} to {run.step}"
+        f" of steps {step + 1} to {loop.step}"
     )
-    watchdog.rolled_back(run.step)
+    watchdog.rolled_back(loop.step)
     count = f"rollback {watchdog.rollbacks} of {watchdog.bounds.max_rollbacks}"
-    log_event(run, run.step, f"{text} ({count})", alert="rollback")
+    log_event(loop, loop.step, f"{text} ({count})", alert="rollback")
 
 
 def run_callbacks(
-    run: Run, row: dict[str, float], tokens: Tokens, stop: StopRequest
+    loop: TrainLoop, row: dict[str, float], tokens: Tokens, stop: StopRequest
 ) -> None:
     """Run the callbacks that are due after this step, kind by kind, and log its row.
 
@@ -241,140 +241,142 @@ def run_callbacks(
     """
     started = time.perf_counter()
     context = StepContext(
-        step=run.step,
-        last=run.step == run.plan.steps,
-        state=run.state,
-        train_step=run.train_step,
+        step=loop.step,
+        last=loop.step == loop.plan.steps,
+        state=loop.state,
+        train_step=loop.train_step,
         tokens=tokens,
         row=dict(row),
-        run_dir=run.session.run_dir,
+        run_dir=loop.session.run_dir,
         should_stop=stop.requested,
-        save=lambda: save(run, context.val_loss),
-        say=lambda text: log_event(run, run.step, text),
+        save=lambda: save(loop, context.val_loss),
+        say=lambda text: log_event(loop, loop.step, text),
     )
     try:
-        for callback in due_callbacks(run, CallbackKind.EVALUATE, context, stop):
-            context.raise_if_stopped(f"at the {callback.name} after step {run.step}")
-            context.add_metrics(run_callback(run, callback, context))
+        for callback in due_callbacks(loop, CallbackKind.EVALUATE, context, stop):
+            context.raise_if_stopped(f"at the {callback.name} after step {loop.step}")
+            context.add_metrics(run_callback(loop, callback, context))
     except (Interrupted, UserError) as error:
         # If a callback raises UserError, no step is lost: the user changes the setting,
         # and the run resumes from this checkpoint.
-        row |= run.throughput.mean_since_last_call()
-        run.unfinished = encode_row(run.step, row).decode()
-        save(run, None, unfinished=run.unfinished)
+        row |= loop.throughput.mean_since_last_call()
+        loop.unfinished = encode_row(loop.step, row).decode()
+        save(loop, None, unfinished=loop.unfinished)
         if isinstance(error, UserError):
             raise
         return
-    run.unfinished = None
+    loop.unfinished = None
     if context.last:
-        run.recovery.watchdog.end(run.step, context.val_loss)
-    for callback in due_callbacks(run, CallbackKind.UPDATE, context, stop):
-        stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        run_callback(run, callback, context)
-        run.state, run.train_step = context.state, context.train_step
-        if (name := first_nonfinite_array(run.state)) is not None:
+        loop.recovery.watchdog.end(loop.step, context.val_loss)
+    for callback in due_callbacks(loop, CallbackKind.UPDATE, context, stop):
+        stop.guard.beat(f"at the {callback.name} after step {loop.step}")
+        run_callback(loop, callback, context)
+        loop.state, loop.train_step = context.state, context.train_step
+        if (name := first_nonfinite_array(loop.state)) is not None:
             reason = f"{name} is not finite after the {callback.name}"
-            log_event(run, run.step, f"stopped: {reason}", alert="diverged")
-            raise Diverged(f"{reason} after step {run.step}; this state was not saved")
-    log_row(run, run.step, context.row, extended=context.row.keys() > row.keys())
+            log_event(loop, loop.step, f"stopped: {reason}", alert="diverged")
+            raise Diverged(f"{reason} after step {loop.step}; this state was not saved")
+    log_row(loop, loop.step, context.row, extended=context.row.keys() > row.keys())
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
-        run.session.tracker.summary(final)
-    record_media(run, context)
-    for callback in due_callbacks(run, CallbackKind.SAVE, context, stop):
-        stop.guard.beat(f"at the {callback.name} after step {run.step}")
-        run_callback(run, callback, context)
-        record_media(run, context)
-    run.throughput.exclude(time.perf_counter() - started)
+        loop.session.tracker.summary(final)
+    record_media(loop, context)
+    for callback in due_callbacks(loop, CallbackKind.SAVE, context, stop):
+        stop.guard.beat(f"at the {callback.name} after step {loop.step}")
+        run_callback(loop, callback, context)
+        record_media(loop, context)
+    loop.throughput.exclude(time.perf_counter() - started)
 
 
 def run_callback(
-    run: Run, callback: Callback, context: StepContext
+    loop: TrainLoop, callback: Callback, context: StepContext
 ) -> Mapping[str, float] | None:
     """Run a callback, and tell the display how long it took."""
     started = time.perf_counter()
     metrics = callback.run(context)
     seconds = time.perf_counter() - started
-    run.session.display.record_pause(callback.name, callback.every, seconds)
+    loop.session.display.record_pause(callback.name, callback.every, seconds)
     return metrics
 
 
 def due_callbacks(
-    run: Run, kind: CallbackKind, context: StepContext, stop: StopRequest
+    loop: TrainLoop, kind: CallbackKind, context: StepContext, stop: StopRequest
 ) -> list[Callback]:
     """Return the callbacks of a kind that run now.
 
     The end of a training phase counts as a stop: the next phase starts from the state
     that is saved there.
     """
-    stopping = stop.signal > 0 or run.step == run.plan.phase_end
-    is_spiking = run.recovery.watchdog.is_spiking
+    stopping = stop.signal > 0 or loop.step == loop.plan.phase_end
+    is_spiking = loop.recovery.watchdog.is_spiking
     return [
         callback
-        for callback in run.callbacks
+        for callback in loop.callbacks
         if callback.kind == kind
         and callback.is_due(context, stopping=stopping, is_spiking=is_spiking)
     ]
 
 
-def record_media(run: Run, context: StepContext) -> None:
+def record_media(loop: TrainLoop, context: StepContext) -> None:
     """Record the texts and pictures of callbacks."""
     for name, text in context.texts:
-        run.session.tracker.sample(run.step, name, text)
-        run.session.display.event(run.step, f"{name}: {text}")
+        loop.session.tracker.sample(loop.step, name, text)
+        loop.session.display.event(loop.step, f"{name}: {text}")
     for name, path in context.pictures:
-        run.session.tracker.picture(run.step, name, path)
+        loop.session.tracker.picture(loop.step, name, path)
     context.texts.clear()
     context.pictures.clear()
 
 
-def finish_interrupted_step(run: Run, saved_row: str, stop: StopRequest) -> None:
+def finish_interrupted_step(loop: TrainLoop, saved_row: str, stop: StopRequest) -> None:
     """Run the interrupted callbacks of the last step, starting from its saved row."""
-    _, batch = next(run.data.batches(run.step - 1))
-    run_callbacks(run, decode_row(saved_row), run.data.place(batch), stop)
+    _, batch = next(loop.data.batches(loop.step - 1))
+    run_callbacks(loop, decode_row(saved_row), loop.data.place(batch), stop)
 
 
-def log_event(run: Run, step: int, text: str, *, alert: str = "") -> None:
+def log_event(loop: TrainLoop, step: int, text: str, *, alert: str = "") -> None:
     """Write an event to the log, the tracker and the display.
 
     `alert`: the title of an alert that the tracker sends as well; empty: none.
     """
-    run.session.tracker.event(step, text)
+    loop.session.tracker.event(step, text)
     if alert:
-        run.session.tracker.alert(alert, f"step {step}: {text}")
-    run.session.display.event(step, text)
+        loop.session.tracker.alert(alert, f"step {step}: {text}")
+    loop.session.display.event(step, text)
 
 
 def log_row(
-    run: Run, step: int, row: dict[str, float], *, extended: bool = False
+    loop: TrainLoop, step: int, row: dict[str, float], *, extended: bool = False
 ) -> None:
     """Show a step's row, and give it to the tracker where it is due.
 
     `extended`: callbacks have added metrics, so the tracker always gets the row.
     """
-    run.session.display.update(step, row)
-    if extended or step % run.plan.log_every == 0:
-        row |= run.throughput.mean_since_last_call()
-        run.session.tracker.row(step, row)
-    run.last_logged_step = step
+    loop.session.display.update(step, row)
+    if extended or step % loop.plan.log_every == 0:
+        row |= loop.throughput.mean_since_last_call()
+        loop.session.tracker.row(step, row)
+    loop.last_logged_step = step
 
 
-def save(run: Run, val_loss: float | None, *, unfinished: str | None = None) -> None:
-    """Write the log up to `run.step`, then save a checkpoint of the state after it."""
-    tracker = run.session.tracker
-    run.session.verify_run_dir()
+def save(
+    loop: TrainLoop, val_loss: float | None, *, unfinished: str | None = None
+) -> None:
+    """Write the log up to `loop.step`, then save a checkpoint of the state after it."""
+    tracker = loop.session.tracker
+    loop.session.verify_run_dir()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
     progress = {
-        "watchdog": run.recovery.watchdog.state(),
+        "watchdog": loop.recovery.watchdog.state(),
         "unfinished": unfinished,
         "log": tracker.checkpoint_state(),
-        "totals": dataclasses.asdict(run.totals(run.step)),
+        "totals": dataclasses.asdict(loop.totals(loop.step)),
     }
-    run.session.checkpointer.save(
-        run.step,
-        to_checkpoint_form(run.state),
-        run.recovery.meta | progress,
+    loop.session.checkpointer.save(
+        loop.step,
+        to_checkpoint_form(loop.state),
+        loop.recovery.meta | progress,
         val_loss=val_loss,
     )
 
@@ -391,18 +393,18 @@ def save_skipped_batch(run_dir: Path, pending: PendingStep) -> None:
         write_atomically(folder / f"{pending.step}.npy", array.getvalue())
 
 
-def stop_diverged(run: Run, pending: PendingStep) -> None:
+def stop_diverged(loop: TrainLoop, pending: PendingStep) -> None:
     """Write `divergence.txt`, which names the first tensor that is not finite, and
     raise Diverged.
     """
-    watchdog = run.recovery.watchdog
+    watchdog = loop.recovery.watchdog
     reason = f"step {pending.step}: {watchdog.rollback_reason}"
     if watchdog.rollbacks:
         reason += f", after {watchdog.rollbacks} rollbacks"
-    log_event(run, pending.step, f"stopped: {reason}", alert="diverged")
-    tokens = run.data.place(pending.batch)
-    diagnosis = run.recovery.diagnose(run.state, tokens, pending.step - 1)
-    path = run.session.run_dir / "divergence.txt"
+    log_event(loop, pending.step, f"stopped: {reason}", alert="diverged")
+    tokens = loop.data.place(pending.batch)
+    diagnosis = loop.recovery.diagnose(loop.state, tokens, pending.step - 1)
+    path = loop.session.run_dir / "divergence.txt"
     if jax.process_index() == 0:
         write_text(path, f"{reason}\n{diagnosis}\n")
     raise Diverged(f"{reason}; the first bad tensor and the batch are in {path}")

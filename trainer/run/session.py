@@ -108,8 +108,8 @@ class Recovery(NamedTuple):
 
 
 @dataclass
-class Run:
-    """A run in one of its phases, and how far it has come.
+class TrainLoop:
+    """The training loop of a run in one of its phases, and how far it has come.
 
     Attributes:
       session: the parts that all phases share.
