@@ -43,7 +43,7 @@ def build_callbacks(
     c: schema.Config,
     w: Workload,
     batch: Tokens,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     custom: Sequence[Callback] = (),
     *,
     totals: Callable[[int], Totals],
@@ -55,7 +55,7 @@ def build_callbacks(
       c: the configuration.
       w: the workload.
       batch: shapes of a step's batch.
-      say: prints a message.
+      log: prints a message.
       custom: the callbacks that the program passed to `train`.
       totals: returns the totals after a step.
       tracked: whether rows are stored; else numerics are not computed.
@@ -67,9 +67,9 @@ def build_callbacks(
     numerics_every = c.metrics.numerics_every if tracked else 0
     callbacks = []
     if numerics_every:
-        figures = log_first_duration(build_numerics(c, w), NUMERICS, say)
+        figures = log_first_duration(build_numerics(c, w), NUMERICS, log)
         callbacks.append(builtin.numerics(numerics_every, figures))
-    callbacks.append(builtin.evaluation(eval_every, Validation(c, w, say)))
+    callbacks.append(builtin.evaluation(eval_every, Validation(c, w, log)))
     train_data = w.data.train
     if isinstance(train_data, Mixture):
         callbacks.append(
@@ -79,12 +79,12 @@ def build_callbacks(
             )
         )
     if c.eval.tasks:
-        scores = log_first_duration(build_tasks(c, w), TASKS, say)
+        scores = log_first_duration(build_tasks(c, w), TASKS, log)
         callbacks.append(builtin.tasks(c.eval.tasks_every or 0, scores))
     if w.task.diloco:
         callbacks.append(builtin.exchanged_bytes(eval_every, totals))
     if c.sample.max_new_tokens:
-        sample = log_first_duration(build_sample(c, w), SAMPLING, say)
+        sample = log_first_duration(build_sample(c, w), SAMPLING, log)
         callbacks.append(builtin.samples(c.sample.every, sample))
     if c.precision.scaled and c.precision.rescale_every:
         new_scales = builtin.make_rescale(w.task, batch)
@@ -125,11 +125,11 @@ class Validation:
     """
 
     def __init__(
-        self, c: schema.Config, w: Workload, say: Callable[[str], None]
+        self, c: schema.Config, w: Workload, log: Callable[[str], None]
     ) -> None:
         self._c, self._data, self._mesh = c, w.data, w.mesh
         self._bytes_per_token = functools.cache(self._measured_bytes)
-        self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, say)
+        self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, log)
 
     def __call__(
         self, state: TrainState, final: bool, should_stop: Callable[[], bool]
@@ -182,8 +182,11 @@ class Validation:
     def _measured_bytes(self, loader: Loader, max_batches: int) -> float:
         count = min(loader.steps_per_epoch, max_batches)
         batches = map(loader.batch, range(count))
-        source_bytes = loader.validation_bytes(count)
-        return bytes_per_target(batches, self._data.tokenizer, source_bytes)
+        return bytes_per_target(
+            batches,
+            self._data.tokenizer,
+            loader.validation_bytes_per_token(count),
+        )
 
     def _validated_text(self, batches: int) -> str:
         """Return the text of the first batches, at most MAX_XZ_BYTES of it."""

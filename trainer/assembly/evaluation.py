@@ -76,7 +76,9 @@ def validation_text(w: Workload, max_batches: int) -> Text:
     if count < max_batches:
         left_out = val.tokens - 1 - count * val.batch_size * val.context
     batches = map(val.batch, range(count))
-    size = bytes_per_target(batches, w.data.tokenizer, val.validation_bytes(count))
+    size = bytes_per_target(
+        batches, w.data.tokenizer, val.validation_bytes_per_token(count)
+    )
     return Text(val.batch, count, size, left_out)
 
 

@@ -23,7 +23,7 @@ class Hooks(NamedTuple):
       tracker: beside the trackers of the configuration.
       callbacks: beside the built-in ones.
       owns_process: whether the run may end the process, which nothing else uses.
-      stop_requested: returns the number of a signal that another process got for this
+      remote_signal: returns the number of a signal that another process got for this
         run; 0: none.
     """
 
@@ -32,7 +32,7 @@ class Hooks(NamedTuple):
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
     owns_process: bool = True
-    stop_requested: Callable[[], int] = no_signal
+    remote_signal: Callable[[], int] = no_signal
 
 
 NO_HOOKS = Hooks()

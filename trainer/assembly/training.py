@@ -265,7 +265,7 @@ def open_session(
             watchdog.stop_seconds, watchdog.stall_seconds, watchdog.hang_seconds
         ),
         owns_process=hooks.owns_process,
-        remote_signal=hooks.stop_requested,
+        remote_signal=hooks.remote_signal,
     )
     return session, checkpoint
 

@@ -474,7 +474,7 @@ def work(settings: Mapping[str, Any]) -> int:
         threading.Thread(
             target=receive_signal, args=(job.stop, received), daemon=True
         ).start()
-    hooks = Hooks(stop_requested=lambda: received[0] if received else 0)
+    hooks = Hooks(remote_signal=lambda: received[0] if received else 0)
     try:
         code, _ = run(config, job.overrides, hooks, job.fixed)
     except UserError:

@@ -122,7 +122,7 @@ class Loader:
         """
         return max(1, self.windows // self.batch_size)
 
-    def validation_bytes(self, steps: int) -> float:
+    def validation_bytes_per_token(self, steps: int) -> float:
         """Return the mean bytes of source text per token of the validation part.
 
         `steps` is the number of batches that are read of a mixture.
@@ -200,7 +200,7 @@ def validation_rows(windows: int, batch_size: int, batch_parts: int, name: str) 
 
 
 def bytes_per_target(
-    batches: Iterable[Batch], tokenizer: Tokenizer, source_bytes: float
+    batches: Iterable[Batch], tokenizer: Tokenizer, source_bytes_per_token: float
 ) -> float:
     """Return the mean bytes of text per target of these batches.
 
@@ -210,12 +210,12 @@ def bytes_per_target(
     Args:
       batches: the batches.
       tokenizer: the tokenizer of their ids.
-      source_bytes: the mean of the source text, which is returned if the tokenizer does
-        not give a text back.
+      source_bytes_per_token: the mean of the source text, which is returned if the
+        tokenizer does not give a text back.
     """
     spells_bytes = not isinstance(tokenizer, JSONTokenizer) or tokenizer.spells_bytes
     if not spells_bytes and not restores_text(tokenizer):
-        return source_bytes
+        return source_bytes_per_token
     unknown_size = 0 if tokenizer.tokens else 1
     sizes = np.full(tokenizer.vocab_size, unknown_size)
     for token, i in tokenizer.tokens.items():

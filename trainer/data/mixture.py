@@ -410,9 +410,9 @@ class Mixture(Loader):
         documents.sort(key=operator.itemgetter(0))
         return [document for _, document in documents]
 
-    def validation_bytes(self, steps: int) -> float:
+    def validation_bytes_per_token(self, steps: int) -> float:
         """See Loader. Sources count as often as the first batches read them."""
-        means = [part.validation_bytes(steps) for part in self.parts.values()]
+        means = [part.validation_bytes_per_token(steps) for part in self.parts.values()]
         samples = self.sampler.samples_per_source(steps)
         return float(np.average(means, weights=samples))
 

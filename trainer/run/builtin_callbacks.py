@@ -147,7 +147,7 @@ def rescale(
     def run(context: StepContext) -> None:
         rescaled = new_scales(context.state)
         if rescaled is not None:
-            context.replace(*rescaled)
+            context.set_state(*rescaled)
 
     return Callback("rescale", every, run, CallbackKind.UPDATE)
 

@@ -74,7 +74,7 @@ class StepContext:
         answer in every process. `doing` completes messages about a stall, such as `in
         the validation after step 3`.
       save: writes a checkpoint of the run after this step.
-      say: logs an event.
+      log_event: writes an event to the log, the tracker and the display.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
       texts: name and text of each text to record after the row.
       pictures: name and file of each picture to record after the row.
@@ -89,7 +89,7 @@ class StepContext:
     run_dir: Path
     should_stop: Callable[[str], bool]
     save: Callable[[], None]
-    say: Callable[[str], None]
+    log_event: Callable[[str], None]
     val_loss: float | None = None
     texts: list[tuple[str, str]] = field(default_factory=list)
     pictures: list[tuple[str, Path]] = field(default_factory=list)
@@ -137,12 +137,12 @@ class StepContext:
         """Record a picture that exists as a file, after the row."""
         self.pictures.append((name, path))
 
-    def replace(self, state: TrainState, train_step: StepFn, why: str) -> None:
+    def set_state(self, state: TrainState, train_step: StepFn, why: str) -> None:
         """Continue from another form of the state, with its compiled step; UPDATE only.
         `why` is logged.
         """
         self.state, self.train_step = state, train_step
-        self.say(why)
+        self.log_event(why)
 
 
 @dataclass(frozen=True)

@@ -50,14 +50,13 @@ class StopRequest:
     def __init__(self, session: Session, guard: Guard) -> None:
         self.signal = 0
         self.guard = guard
-        self._max_over_processes = session.max_over_processes
-        self._remote_signal = session.remote_signal
+        self._session = session
 
     def requested(self, doing: str) -> bool:
         """Return whether to stop; `doing` describes what the run does if it goes on."""
         self.guard.beat(doing)
-        signal = self.guard.signal or self._remote_signal()
-        self.signal = self.signal or self._max_over_processes(signal)
+        signal = self.guard.signal or self._session.remote_signal()
+        self.signal = self.signal or self._session.max_over_processes(signal)
         return self.signal > 0
 
 
@@ -137,7 +136,7 @@ def take_steps(loop: TrainLoop, stop: StopRequest, profiler: "Profiler") -> None
         if stop.requested(f"in step {loop.step}") or needs_metrics_now(loop):
             row = step_row(loop, pending)
             # A weight can be infinite although loss and gradients are finite.
-            watchdog.inspect(loop.step, first_nonfinite_array(loop.state))
+            watchdog.check_state(loop.step, first_nonfinite_array(loop.state))
             if watchdog.rollback_reason is not None:
                 recover(loop, pending, row)
                 # The row keeps the loss of the bad step; callbacks get the restored
@@ -250,7 +249,7 @@ def run_callbacks(
         run_dir=loop.session.run_dir,
         should_stop=stop.requested,
         save=lambda: save(loop, context.val_loss),
-        say=lambda text: log_event(loop, loop.step, text),
+        log_event=lambda text: log_event(loop, loop.step, text),
     )
     try:
         for callback in due_callbacks(loop, CallbackKind.EVALUATE, context, stop):
@@ -267,7 +266,7 @@ def run_callbacks(
         return
     loop.unfinished = None
     if context.last:
-        loop.recovery.watchdog.end(loop.step, context.val_loss)
+        loop.recovery.watchdog.finish(loop.step, context.val_loss)
     for callback in due_callbacks(loop, CallbackKind.UPDATE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {loop.step}")
         run_callback(loop, callback, context)

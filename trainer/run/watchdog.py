@@ -136,7 +136,7 @@ class Watchdog(WatchdogState):
         )
         return (loss - mean) / max(deviation, MIN_STANDARD_DEVIATION)
 
-    def inspect(self, step: int, nonfinite: str | None) -> None:
+    def check_state(self, step: int, nonfinite: str | None) -> None:
         """Check the state after a step.
 
         `nonfinite`: the name of its first array that is not finite; None: all are
@@ -147,7 +147,7 @@ class Watchdog(WatchdogState):
             # Only after a spike may `recover` continue without a rollback.
             self.spikes = 0
 
-    def end(self, step: int, val_loss: float | None) -> None:
+    def finish(self, step: int, val_loss: float | None) -> None:
         """Set `failure` after the last step of a run.
 
         `val_loss`: nats; None: there was no validation.

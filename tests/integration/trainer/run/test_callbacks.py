@@ -131,7 +131,7 @@ def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
 
 
 def test_a_change_of_the_state_is_told_before_the_row_and_saved_after_it(monkeypatch):
-    replace = lambda context: context.replace("new state", "new step", "changed")
+    replace = lambda context: context.set_state("new state", "new step", "changed")
     run = Recording([KEEP, Callback("change", 5, replace, CallbackKind.UPDATE)])
     record = run.settle(monkeypatch)
     assert (run.state, run.train_step) == ("new state", "new step")

@@ -214,11 +214,11 @@ def test_the_bytes_of_a_token_are_those_of_the_sources_as_they_are_read(tmp_path
     parts = made(tmp_path, files, str(tmp_path), val_fraction=0.5)
     for shares in ((0.25, 0.75), (1.0, 0.0)):
         mixed = mixture(parts, "val", shares)
-        sizes = [part.validation_bytes(3) for part in mixed.parts.values()]
+        sizes = [part.validation_bytes_per_token(3) for part in mixed.parts.values()]
         assert sizes[0] - sizes[1] > 0.2
         samples = mixed.sampler.samples_per_source(3)
         mean = samples @ sizes / samples.sum()
-        assert mixed.validation_bytes(3) == pytest.approx(mean)
+        assert mixed.validation_bytes_per_token(3) == pytest.approx(mean)
 
 
 def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
