@@ -157,7 +157,7 @@ def compare(study: Study, tracker: str) -> dict[str, Any]:
     for name in ("undisturbed", "disturbed"):
         run_dir = study.folder / name
         with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
-            states.append(checkpointer.leaf_descriptions())
+            states.append(checkpointer.manifest().leaves)
         rows.append(figures(run_dir))
         bad_data.append(set((run_dir / HAPPENED).read_text().splitlines()))
     expected = {f"{kind} {step}" for kind, (step,) in study.bad_data.items()}

@@ -225,7 +225,7 @@ def states_are_equal(folder: Path) -> bool:
     states = []
     for name in ("undisturbed", "disturbed"):
         with Checkpointer.reading(folder / name / "checkpoints") as checkpointer:
-            states.append(checkpointer.leaf_descriptions())
+            states.append(checkpointer.manifest().leaves)
     return states[0] == states[1]
 
 

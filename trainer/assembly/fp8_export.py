@@ -32,7 +32,7 @@ def restore_fp8_kernels(run_dir: Path, step: int) -> dict[str, Fp8Kernel]:
       UserError: the run has no FP8 products, or they have not one scale for a weight
         and one for an input.
     """
-    with open_checkpoint(run_dir, str(step)) as saved:
+    with open_checkpoint(run_dir, step) as saved:
         c, meta = saved.config, saved.meta
         tokenizer = tokenizer_of_run(run_dir, meta)
         # The run's rows per device decide which matmuls were in FP8.
@@ -46,7 +46,7 @@ def restore_fp8_kernels(run_dir: Path, step: int) -> dict[str, Fp8Kernel]:
             return {"params": params, "scaling": model.differentiate().init()}
 
         like = as_saved(
-            jax.eval_shape(initial), saved.checkpointer.leaf_descriptions(step)
+            jax.eval_shape(initial), saved.checkpointer.manifest(step).leaves
         )
         state = saved.checkpointer.restore(like, step, partial=True).state
     params = tree.with_static_scales(state["params"])

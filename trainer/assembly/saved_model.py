@@ -75,7 +75,7 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_weights(checkpointer, like, saved.requested_step)
+        params = restore_weights(checkpointer, like, saved.step)
     return SavedModel(
         model.spec,
         model.sampling.bind,
@@ -122,7 +122,7 @@ def restore_training(
             )
         checkpoint = saved.checkpointer.restore(
             dataclasses.replace(abstract_state(w.task), opt_state=()),
-            saved.requested_step,
+            saved.step,
             partial=True,
         )
         where = f"checkpoint {checkpoint.step} of {run_dir}"
@@ -135,47 +135,41 @@ class OpenCheckpoint(NamedTuple):
 
     Attributes:
       checkpointer: the run's checkpoints.
-      requested_step: the step that was asked for; None: the newest readable one.
       step: the step of the checkpoint.
       meta: the checkpoint's meta.
       config: the run's configuration, in the phase of the step.
     """
 
     checkpointer: Checkpointer
-    requested_step: int | None
     step: int
     meta: dict[str, Any]
     config: schema.Config
 
 
 @contextlib.contextmanager
-def open_checkpoint(run_dir: Path, step: str) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(run_dir: Path, step: str | int) -> Iterator[OpenCheckpoint]:
     """Open a run's checkpoint for reading.
 
     Arguments and errors are those of `restore_training`.
     """
     prepare_jax()
     with checkpoints_of(run_dir) as checkpointer:
-        requested_step = parse_step(checkpointer, step)
-        meta = checkpointer.meta(requested_step)
+        number, meta, _ = checkpointer.manifest(parse_step(checkpointer, step))
         refuse_custom(run_dir, meta)
-        restored_step = (
-            checkpointer.newest() if requested_step is None else requested_step
-        )
-        c = phase_at(saved_config(meta), restored_step)
+        c = phase_at(saved_config(meta), number)
         keep_compiled(c)
-        yield OpenCheckpoint(checkpointer, requested_step, restored_step, meta, c)
+        yield OpenCheckpoint(checkpointer, number, meta, c)
 
 
-def parse_step(checkpointer: Checkpointer, step: str) -> int | None:
-    """Return the step that a user asks for; None: the newest readable checkpoint.
+def parse_step(checkpointer: Checkpointer, step: str | int) -> int | None:
+    """Return the step of a request; None: the newest readable checkpoint.
 
     Raises:
       UserError: `step` is not valid, or no checkpoint has a validation loss.
     """
     if step == "newest":
         return None
-    if step.isdecimal():
+    if isinstance(step, int) or step.isdecimal():
         return int(step)
     if step != "best":
         raise UserError(f"step={step}: expected newest, best, or a number of steps")

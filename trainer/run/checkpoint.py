@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -80,6 +80,20 @@ class Restored(NamedTuple):
         """`RUN after step N` of a fork, also of one that is resumed; else empty."""
         forked = self.meta.get("forked")
         return f"{forked['run']} after step {forked['step']:,}" if forked else ""
+
+
+class CheckpointManifest(NamedTuple):
+    """The description of a checkpoint.
+
+    Attributes:
+      step: steps taken.
+      meta: the meta that was saved with it.
+      leaves: shape, dtype and checksum of every leaf of the state, by name.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, Any]
 
 
 class DamagedCheckpointError(Exception):
@@ -173,22 +187,19 @@ class Checkpointer:
         meta: Mapping[str, Any],
         *,
         val_loss: float | None = None,
-    ) -> bool:
+    ) -> None:
         """Start saving the state after `step` steps; return when it is copied.
 
         It is written in the background. Flush the log up to `step` first, because a run
-        that resumes here does not repeat those rows.
+        that resumes here does not repeat those rows. If `step` is the newest checkpoint
+        already, its arrays are not written again, and an `unfinished` one gets the new
+        manifest and the loss.
 
         Args:
           step: steps taken.
           state: a tree of arrays; PRNG key arrays are allowed.
           meta: JSON values, given back by `restore`.
           val_loss: nats, for `keep_best`.
-
-        Returns:
-          True if a save was started. False if `step` is the newest checkpoint already:
-            its arrays are not written again, and an `unfinished` one gets the new
-            manifest and the loss.
 
         Raises:
           UserError: the previous save failed, this one cannot start, or a later step
@@ -225,7 +236,7 @@ class Checkpointer:
         manifest["digest"] = _digest(manifest)
         if steps and step == steps[-1]:
             self._complete(step, manifest)
-            return False
+            return
         # Orbax refuses empty arrays.
         stored = {
             name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
@@ -243,7 +254,6 @@ class Checkpointer:
             )
         except OSError as error:
             raise self._save_error(error) from error
-        return True
 
     def _complete(self, step: int, manifest: Mapping[str, Any]) -> None:
         """Complete a checkpoint that was saved when a signal interrupted the callbacks
@@ -308,22 +318,14 @@ class Checkpointer:
             " the same run_dir"
         )
 
-    def meta(self, step: int | None = None) -> dict[str, Any]:
-        """Return the meta of a checkpoint; `step` None: of the newest readable one.
-        Raises UserError if there is none.
+    def manifest(self, step: int | None = None) -> CheckpointManifest:
+        """Return the description of a checkpoint; `step` None: the newest readable one.
+
+        Raises UserError if there is none. Damage is treated as `restore` treats it.
         """
-        meta: dict[str, Any] = self._readable_manifest(step)["meta"]
-        return meta
-
-    def newest(self) -> int:
-        """Return the step of the newest readable checkpoint; else raise UserError."""
-        step: int = self._readable_manifest(None)["step"]
-        return step
-
-    def leaf_descriptions(self, step: int | None = None) -> dict[str, Any]:
-        """Return shape, dtype and checksum of every leaf, by name; as for `meta`."""
-        leaves: dict[str, Any] = self._readable_manifest(step)["leaves"]
-        return leaves
+        return self._first_intact(
+            self._candidates(step), self._read_manifest, is_required=step is not None
+        )
 
     def restore(
         self,
@@ -337,7 +339,7 @@ class Checkpointer:
         `target`.
 
         A damaged checkpoint is reported in one line and moved to `damaged/`, and the
-        one before it is used.
+        one before it is used. A reader raises UserError instead.
 
         Args:
           target: the tree of the state, with arrays or `jax.ShapeDtypeStruct`s as
@@ -352,20 +354,18 @@ class Checkpointer:
             dtype; there is no such step; all are damaged.
         """
         self.wait()
+
+        def read(candidate: int) -> Restored:
+            manifest = self._read_manifest(candidate)
+            tree = target(manifest.meta) if callable(target) else target
+            self._check_match(candidate, tree, manifest.leaves, partial=partial)
+            check_size(self.directory / str(candidate), tree)
+            state = self._arrays(candidate, tree, manifest.leaves)
+            return Restored(candidate, state, manifest.meta)
+
         if candidates is None:
             candidates = self._candidates(step)
-        for candidate in candidates:
-            try:
-                manifest = self._manifest(candidate)
-                meta, leaves = manifest["meta"], manifest["leaves"]
-                tree = target(meta) if callable(target) else target
-                self._check_match(candidate, tree, leaves, partial=partial)
-                check_size(self.directory / str(candidate), tree)
-                state = self._arrays(candidate, tree, leaves)
-                return Restored(candidate, state, meta)
-            except DamagedCheckpointError as damage:
-                self._raise_or_set_aside(candidate, damage, step)
-        raise self._no_checkpoint_error()
+        return self._first_intact(candidates, read, is_required=step is not None)
 
     def close(self) -> None:
         """Wait for the background save and release the threads. Raises UserError if the
@@ -381,14 +381,6 @@ class Checkpointer:
                 if not self._has_failed:
                     raise
 
-    def _readable_manifest(self, step: int | None) -> dict[str, Any]:
-        for candidate in self._candidates(step):
-            try:
-                return self._manifest(candidate)
-            except DamagedCheckpointError as damage:
-                self._raise_or_set_aside(candidate, damage, step)
-        raise self._no_checkpoint_error()
-
     def _candidates(self, step: int | None) -> list[int]:
         steps = self.steps()
         if step is None:
@@ -400,47 +392,33 @@ class Checkpointer:
             )
         return [step]
 
-    def _no_checkpoint_error(self) -> UserError:
-        return UserError(
+    def _first_intact[T](
+        self, candidates: Sequence[int], read: Callable[[int], T], *, is_required: bool
+    ) -> T:
+        """Return what `read` returns for the first candidate that is not damaged.
+
+        `is_required`: the user asked for this candidate, so no other one is used.
+        """
+        for step in candidates:
+            try:
+                return read(step)
+            except DamagedCheckpointError as damage:
+                path = self.directory / str(step)
+                problem = f"checkpoint {step} is damaged ({damage})"
+                if is_required:
+                    _refuse_if_removed(path)
+                    raise UserError(
+                        f"{problem}; use another one, or remove {path}"
+                    ) from damage
+                # The run will save this step again, so one process moves it away.
+                if self._read_only or jax.process_index() == 0:
+                    effect = "using the one before it"
+                    self._set_aside(path, str(step), problem, effect)
+                multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
+                self._manager.reload()
+        raise UserError(
             f"no usable checkpoint in {self.directory}; start anew in another run_dir"
         )
-
-    def _raise_or_set_aside(
-        self, step: int, damage: DamagedCheckpointError, requested_step: int | None
-    ) -> None:
-        if self._read_only:
-            _refuse_if_removed(self.directory / str(step))
-        if requested_step is not None:
-            raise UserError(
-                f"checkpoint {step} in {self.directory} is damaged: {damage}; use"
-                " another one"
-            ) from damage
-        if self._read_only:
-            # The caller may have used this checkpoint's meta; an older one's differs.
-            raise UserError(
-                f"checkpoint {step} in {self.directory} is damaged: {damage}; to use"
-                f" the one before it, remove {self.directory / str(step)}"
-            ) from damage
-        # The run will save this step again, so one process moves the directory away.
-        if jax.process_index() == 0:
-            moved = self._move_to_damaged(self.directory / str(step), str(step))
-            logger.warning(
-                "checkpoint %d is damaged (%s): moved to %s, using the one before it",
-                step,
-                damage,
-                moved,
-            )
-        multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
-        self._manager.reload()
-
-    def _move_to_damaged(self, path: Path, name: str) -> Path:
-        """Move a directory to `damaged/NAME-0`, or to the next free number."""
-        folder = self.directory / DAMAGED
-        folder.mkdir(exist_ok=True)
-        number = 0
-        while (folder / f"{name}-{number}").exists():
-            number += 1
-        return path.rename(folder / f"{name}-{number}")
 
     def _set_aside_unreadable(self) -> None:
         """Move two kinds of directories away: checkpoints whose metadata is unreadable,
@@ -452,38 +430,38 @@ class Checkpointer:
         # A UserError for pipes, and for files that are far longer than what is stored.
         for folder, _, files in self.directory.walk():
             check_files(folder, files)
-        if jax.process_index() == 0:
-            for folder in sorted(self.directory.glob("*")):
-                if folder.name.isdecimal():
-                    self._set_aside_if_unreadable(folder)
+        folders = sorted(self.directory.glob("*")) if jax.process_index() == 0 else []
+        for folder in folders:
+            step, loss = folder.name, folder / "metrics" / "metrics"
+            if not step.isdecimal():
+                continue
+            if not _has_metadata(folder):
+                problem = f"checkpoint {step} is damaged (its metadata is unreadable)"
+                self._set_aside(folder, step, problem, "using the one before it")
+            elif loss.exists() and not is_loss_intact(folder):
+                problem = f"the validation loss of checkpoint {step} is damaged"
+                effect = "it cannot be the best one"
+                self._set_aside(loss.parent, f"{step}-loss", problem, effect)
         multihost_utils.sync_global_devices("checkpoints are readable")
 
-    def _set_aside_if_unreadable(self, folder: Path) -> None:
-        loss = folder / "metrics" / "metrics"
-        if not _has_metadata(folder):
-            self._set_aside(
-                folder,
-                folder.name,
-                f"checkpoint {folder.name} is damaged (its metadata is unreadable)",
-                "using the one before it",
-            )
-        elif loss.exists() and not is_loss_intact(folder):
-            self._set_aside(
-                loss.parent,
-                f"{folder.name}-loss",
-                f"the validation loss of checkpoint {folder.name} is damaged",
-                "it cannot be the best one",
-            )
-
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
-        """Move a damaged directory away; a reader, which may not, raises UserError."""
+        """Move a damaged directory to `damaged/NAME-0`, or to the next free number.
+
+        A reader, which may move nothing, raises UserError. It may have used this
+        checkpoint's meta, so it cannot go on with an older one.
+        """
         if self._read_only:
             _refuse_if_removed(path)
             raise UserError(f"{problem}; remove {path}")
-        moved = self._move_to_damaged(path, name)
+        folder = self.directory / DAMAGED
+        folder.mkdir(exist_ok=True)
+        number = 0
+        while (folder / f"{name}-{number}").exists():
+            number += 1
+        moved = path.rename(folder / f"{name}-{number}")
         logger.warning("%s: moved to %s, %s", problem, moved, effect)
 
-    def _manifest(self, step: int) -> dict[str, Any]:
+    def _read_manifest(self, step: int) -> CheckpointManifest:
         try:
             manifest = self._manager.restore(
                 step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
@@ -511,7 +489,7 @@ class Checkpointer:
         with well_formed(where, ADVICE):
             current = as_current(manifest)
         meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
-        return current | {"meta": meta, "leaves": leaves}
+        return CheckpointManifest(step, meta, leaves)
 
     def _check_match(
         self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool

@@ -56,7 +56,7 @@ def restore_weights(
     `step` None: of the newest checkpoint. Raises UserError for a weight that is not
     finite.
     """
-    target = as_saved({"params": like}, checkpointer.leaf_descriptions(step))
+    target = as_saved({"params": like}, checkpointer.manifest(step).leaves)
     checkpoint = checkpointer.restore(target, step, partial=True)
     name = first_nonfinite_leaf(checkpoint.state)
     if name is not None:
@@ -108,7 +108,7 @@ def saved_weights(
     mismatch: TokenizerMismatch | None = None
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            meta = checkpointer.meta()
+            meta = checkpointer.manifest().meta
             sizes = {"context": meta["model"]["context"]}
             if tokenizer is None:
                 sizes["vocab_size"] = meta["model"]["vocab_size"]
@@ -326,8 +326,8 @@ def describe_init(
     size = f"{len(tree.leaves(params)):,} tensors"
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            step = checkpointer.newest()
-            saved = checkpointer.meta()["model"]
+            step, meta, _ = checkpointer.manifest()
+            saved = meta["model"]
         return (
             f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
             f" {tokenizer.name}, is that of the data"

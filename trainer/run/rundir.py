@@ -244,18 +244,11 @@ class RunDir:
         if not (self.path / "config.yaml").exists():
             write_text(self.path / "config.yaml", self._config)
 
-    def check(
-        self,
-        config: Mapping[str, Any],
-        *,
-        may_change: tuple[str, ...] = MAY_CHANGE,
-        fixed: Collection[str] = (),
-    ) -> None:
+    def check(self, config: Mapping[str, Any], fixed: Collection[str] = ()) -> None:
         """Refuse another configuration than that of config.yaml, if there is one.
 
         Args:
           config: nested plain values.
-          may_change: patterns of dotted keys that may differ.
           fixed: dotted keys and groups that a sweep sets; these may not differ.
 
         Raises:
@@ -263,12 +256,11 @@ class RunDir:
         """
         if not (self.path / "config.yaml").exists():
             return
-        differing = config_differences(self._saved_config(), config, may_change, fixed)
+        saved = self._saved_config()
+        differing = config_differences(saved, config, MAY_CHANGE, fixed)
         if differing:
             hint = ""
-            if fixed and not config_differences(
-                self._saved_config(), config, may_change
-            ):
+            if fixed and not config_differences(saved, config, MAY_CHANGE):
                 # Only the sweep's keys differ: the run can be resumed by itself.
                 hint = f"; to continue this run alone: {override('resume', self.path)}"
             raise UserError(
@@ -347,7 +339,7 @@ class RunDir:
                     f"{path} is damaged ({error}); choose another run_dir"
                 ) from error
             with Checkpointer.reading(checkpoints) as checkpointer:
-                config: dict[str, Any] = checkpointer.meta()["config"]
+                config: dict[str, Any] = checkpointer.manifest().meta["config"]
             logger.warning(
                 "%s is damaged (%s): taking the configuration of the newest checkpoint",
                 path,
@@ -355,13 +347,11 @@ class RunDir:
             )
             return config
 
-    def write_config(
-        self, config: Mapping[str, Any], *, may_change: tuple[str, ...] = MAY_CHANGE
-    ) -> None:
+    def write_config(self, config: Mapping[str, Any]) -> None:
         """Check the configuration, and write config.yaml, which binds the directory to
         it.
         """
-        self.check(config, may_change=may_change)
+        self.check(config)
         if self._is_first_process:
             # Nobody else writes into a run that this process holds.
             remove_partial(self.path)

@@ -176,11 +176,12 @@ def starting_point(
     # The run's own checkpoints come first, so that the command that started a fork also
     # resumes it.
     if checkpointer.steps():
-        check_fork(resume, run_dir, checkpointer.meta().get("forked"))
-        task = phases.containing(checkpointer.newest()).task
+        step, meta, _ = checkpointer.manifest()
+        check_fork(resume, run_dir, meta.get("forked"))
+        task = phases.containing(step).task
         check_same_precision(
             f"run_dir={run_dir}",
-            saved_policy(checkpointer.meta()),
+            saved_policy(meta),
             task.model.policy,
             f"choose another run_dir with {override('resume', run_dir)}"
             " resume.convert=true, which converts the state",
@@ -247,8 +248,9 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
     """
     source, step = resume.source, resume.step
     with Checkpointer.reading(Path(source) / "checkpoints") as checkpointer:
-        meta = checkpointer.meta(step)
-        task = phases.containing(checkpointer.newest() if step is None else step).task
+        manifest = checkpointer.manifest(step)
+        step, meta = manifest.step, manifest.meta
+        task = phases.containing(step).task
         check_same_model(f"resume={source}", meta["model"], task.model.spec)
         optimizer = saved_config(meta).optimizer.name
         wanted = task.optimizer_settings.name
@@ -289,7 +291,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
 def restore_own(checkpointer: Checkpointer, task: TrainTask) -> Restored:
     """Restore the newest state of a run; its number of replicas may have changed."""
     if task.diloco is None:
-        check_no_replicas("the checkpoint", checkpointer.meta())
+        check_no_replicas("the checkpoint", checkpointer.manifest().meta)
         return checkpointer.restore(lambda meta: abstract_state(saved_task(meta, task)))
     return restore_replicas(checkpointer, task)
 

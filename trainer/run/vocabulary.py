@@ -58,7 +58,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
     """
     if (source / "checkpoints").is_dir():
         with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            meta = checkpointer.meta()
+            meta = checkpointer.manifest().meta
         tokenizer = tokenizer_of_run(source, meta)
         size = meta["model"]["vocab_size"]
         return Vocabulary(with_special(tokenizer), tokenizer.eot, size)

@@ -143,7 +143,7 @@ def test_a_checkpoint_of_an_older_version_with_a_nan_is_refused(folder):
     with Checkpointer(folder / "A" / "checkpoints") as checkpointer:
         broken, _ = poison(1)(1, None, run.state, {})
         state = assembly.to_checkpoint_form(broken)
-        checkpointer.save(2, state, checkpointer.meta())
+        checkpointer.save(2, state, checkpointer.manifest().meta)
     message = r"checkpoint 2 in .*: params/.* is not finite; choose another run"
     with pytest.raises(UserError, match=message):
         restore_run(folder / "A")

@@ -103,7 +103,10 @@ def test_saving_the_newest_step_again_is_nothing_to_do_and_an_earlier_one_an_err
     open_checkpointer,
 ):
     checkpointer = saved(open_checkpointer(), 4)
-    assert not checkpointer.save(4, make_state(4), META)
+    folder = checkpointer.directory / "4"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    checkpointer.save(4, make_state(4), META)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     with pytest.raises(UserError, match=r"cannot save step 3: .* holds step 4"):
         checkpointer.save(3, make_state(3), META)
 
@@ -186,11 +189,11 @@ def test_a_step_that_was_interrupted_gets_its_validation_loss_later(
         first.save(1, make_state(1), {"unfinished": ROW})
     with open_checkpointer(**settings) as resumed:
         finished = {"unfinished": None}
-        assert not resumed.save(1, make_state(seed), finished, val_loss=2.0)
-        assert not resumed.save(1, make_state(1), {"unfinished": unfinished})
+        resumed.save(1, make_state(seed), finished, val_loss=2.0)
+        resumed.save(1, make_state(1), {"unfinished": unfinished})
         for step in (2, 3):
             resumed.save(step, make_state(step), finished, val_loss=1.0 + step)
     last = open_checkpointer(**settings)
     assert (last.steps(), last.best_step) == ([1, 3], 1)
-    assert last.meta(1)["unfinished"] == unfinished
+    assert last.manifest(1).meta["unfinished"] == unfinished
     assert bits(last.restore(abstract(make_state(1)), 1).state) == bits(make_state(1))

@@ -139,14 +139,14 @@ def test_without_an_intact_checkpoint_the_error_says_so(directory, open_checkpoi
         restore(open_checkpointer())
     saved(open_checkpointer(), 0)  # which no run writes
     with pytest.raises(UserError, match="no usable checkpoint"):
-        open_checkpointer().newest()
+        open_checkpointer().manifest()
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(
     directory, open_checkpointer
 ):
     flip_a_bit(directory / "1")
-    with pytest.raises(UserError, match=r"checkpoint 1 in .* is damaged"):
+    with pytest.raises(UserError, match=r"checkpoint 1 is damaged .* use another"):
         restore(open_checkpointer(), step=1)
 
 
@@ -158,8 +158,10 @@ def test_a_reader_leaves_a_save_in_progress_and_a_damaged_checkpoint_where_they_
     entries = sorted(directory.rglob("*"))
     with Checkpointer.reading(directory) as reader:
         # It has named the step already, in a file or a message.
-        assert reader.newest() == 2
-        with pytest.raises(UserError, match=r"2 in .* is damaged: .* remove .*s/2$"):
+        assert reader.manifest().step == 2
+        with pytest.raises(
+            UserError, match=r"checkpoint 2 is damaged \(.*; remove .*s/2$"
+        ):
             restore(reader)
     assert sorted(directory.rglob("*")) == entries
 

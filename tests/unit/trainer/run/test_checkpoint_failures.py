@@ -96,7 +96,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
     expected = jax.random.normal(jax.random.key(0), (1 << 20,)) + restored.step
     assert bits(restored.state) == bits({"w": expected})
     # the rest of that save is not in the way
-    assert checkpointer.save(restored.step + 1, restored.state, {})
+    checkpointer.save(restored.step + 1, restored.state, {})
+    checkpointer.wait()
+    assert checkpointer.steps()[-1] == restored.step + 1
 
 
 def test_the_rest_of_a_killed_save_is_removed_with_the_next_save(open_checkpointer):
