@@ -255,6 +255,7 @@ def open_session(
     session = Session(
         run_dir=directory.path,
         verify_run_dir=directory.verify_ownership,
+        restore_config=directory.restore_config,
         checkpointer=checkpointer,
         tracker=start_tracker(config, directory.path, checkpoint, hooks.tracker),
         display=display,

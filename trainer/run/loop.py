@@ -364,6 +364,7 @@ def save(
     """Write the log up to `loop.step`, then save a checkpoint of the state after it."""
     tracker = loop.session.tracker
     loop.session.verify_run_dir()
+    loop.session.restore_config()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
     progress = {

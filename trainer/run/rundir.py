@@ -126,7 +126,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
-        self._status: os.stat_result | None = None
+        self._stat: os.stat_result | None = None
         self._made = False
         self._config = ""  # the content of config.yaml, once it is written
         self._is_first_process = jax.process_index() == 0
@@ -157,7 +157,7 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             refuse_links(path)
             self._check_is_run_or_free()
-            self._status = path.stat()
+            self._stat = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,10 +212,10 @@ class RunDir:
             current = self.path.stat()
         except OSError:
             return False
-        return self._status is not None and os.path.samestat(current, self._status)
+        return self._stat is not None and os.path.samestat(current, self._stat)
 
     def verify_ownership(self) -> None:
-        """Raise an error if the directory is lost, and restore a missing config.yaml.
+        """Raise an error if the directory is lost.
 
         Call it before each checkpoint, and after an error: a lost directory may be its
         cause.
@@ -241,7 +241,10 @@ class RunDir:
                 f" another trainer may use run_dir={self.path}; stop that one, or run"
                 " the same command again to resume"
             )
-        if not (self.path / "config.yaml").exists():
+
+    def restore_config(self) -> None:
+        """Write config.yaml again if it was removed: it binds the directory to the run."""
+        if self._lock >= 0 and not (self.path / "config.yaml").exists():
             write_text(self.path / "config.yaml", self._config)
 
     def check(self, config: Mapping[str, Any], fixed: Collection[str] = ()) -> None:
@@ -256,17 +259,20 @@ class RunDir:
         """
         if not (self.path / "config.yaml").exists():
             return
-        saved = self._saved_config()
-        differing = config_differences(saved, config, MAY_CHANGE, fixed)
+        differing = {
+            key: change
+            for key, change in config_differences(self._saved_config(), config).items()
+            if in_group(key, fixed) or not may_change(key)
+        }
         if differing:
             hint = ""
-            if fixed and not config_differences(saved, config, MAY_CHANGE):
+            if all(map(may_change, differing)):
                 # Only the sweep's keys differ: the run can be resumed by itself.
                 hint = f"; to continue this run alone: {override('resume', self.path)}"
             raise UserError(
                 f"run_dir={self.path} belongs to another configuration:"
-                f" {'; '.join(differing)}; restore these values, or choose another"
-                f" run_dir{hint}"
+                f" {'; '.join(differing.values())}; restore these values, or choose"
+                f" another run_dir{hint}"
             )
 
     def _check_is_run_or_free(self) -> None:
@@ -292,10 +298,11 @@ class RunDir:
         Raises:
           UserError: the message names the keys that differ.
         """
-        # Compare only the keys of READ_AT_END: "*" lets all others differ.
-        changed = config_differences(
-            self._saved_config(), config, may_change=("*",), fixed=READ_AT_END
-        )
+        changed = [
+            change
+            for key, change in config_differences(self._saved_config(), config).items()
+            if in_group(key, READ_AT_END)
+        ]
         if changed:
             raise UserError(
                 f"run_dir={self.path} has ended after step {step}, so these have no"
@@ -316,7 +323,11 @@ class RunDir:
         Raises:
           UserError: config.yaml was edited; the message names the keys that differ.
         """
-        changed = config_differences(renamed_keys(trained), config, MAY_CHANGE)
+        changed = [
+            change
+            for key, change in config_differences(renamed_keys(trained), config).items()
+            if not may_change(key)
+        ]
         if changed:
             raise UserError(
                 f"{self.path / 'config.yaml'} is not what the checkpoint was trained"
@@ -382,27 +393,28 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 def config_differences(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    may_change: tuple[str, ...] = (),
-    fixed: Collection[str] = (),
-) -> list[str]:
-    """Return `key=new (was old)` for each dotted key that differs.
-
-    Keys that match a pattern of `may_change` are left out, unless `fixed` names them or
-    their group.
-    """
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return `key=new (was old)` by key, for each dotted key that differs."""
     old_values = dict(flatten(completed(Config, old)))
     new_values = dict(flatten(completed(Config, new)))
-    changes = []
+    changes = {}
     for key in dict.fromkeys([*new_values, *old_values]):
         old_value = old_values.get(key)
         new_value = new_values.get(key, "absent")
-        is_fixed = any(f"{key}.".startswith(f"{name}.") for name in fixed)
-        is_free = not is_fixed and any(fnmatch(key, name) for name in may_change)
-        if not is_free and normalized(key, old_value) != normalized(key, new_value):
-            changes.append(f"{key}={new_value} (was {old_value})")
+        if normalized(key, old_value) != normalized(key, new_value):
+            changes[key] = f"{key}={new_value} (was {old_value})"
     return changes
+
+
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may have another value of a dotted key."""
+    return any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
+
+
+def in_group(key: str, names: Collection[str]) -> bool:
+    """Return whether names of keys and groups include a dotted key."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def normalized(key: str, value: Any) -> Any:

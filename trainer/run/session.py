@@ -28,6 +28,7 @@ class Session:
       run_dir: the run directory.
       verify_run_dir: raises RunDirLost if another trainer may use the run directory;
         called before each checkpoint.
+      restore_config: writes config.yaml again if it was removed.
       checkpointer: saves and restores the run's checkpoints.
       tracker: gets every row, event, text and picture.
       display: shows progress and messages on the terminal.
@@ -41,6 +42,7 @@ class Session:
 
     run_dir: Path
     verify_run_dir: Callable[[], None]
+    restore_config: Callable[[], None]
     checkpointer: Checkpointer
     tracker: Tracker
     display: Display

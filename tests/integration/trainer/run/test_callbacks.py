@@ -42,6 +42,7 @@ class Recording:
         self.session = SimpleNamespace(
             run_dir=None,
             verify_run_dir=ignore,
+            restore_config=ignore,
             tracker=SimpleNamespace(**tracker),
             display=SimpleNamespace(update=ignore, event=ignore, record_pause=ignore),
             checkpointer=SimpleNamespace(save=save),

@@ -278,7 +278,7 @@ def test_changes_of_a_held_directory_are_seen_before_the_next_checkpoint(tmp_pat
         held.write_config(CONFIG)
         config = saved_config(held)
         (held.path / "config.yaml").unlink()
-        held.verify_ownership()
+        held.restore_config()
         assert saved_config(held) == config
         (held.path / "checkpoints").symlink_to(tmp_path)
         with pytest.raises(UserError, match="checkpoints is a symbolic link"):
