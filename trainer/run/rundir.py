@@ -243,7 +243,7 @@ class RunDir:
             )
 
     def restore_config(self) -> None:
-        """Write config.yaml again if it was removed: it binds the directory to the run."""
+        """Write config.yaml again if it was removed."""
         if self._lock >= 0 and not (self.path / "config.yaml").exists():
             write_text(self.path / "config.yaml", self._config)
 

@@ -24,7 +24,7 @@ class Recording:
         self.plan = SimpleNamespace(steps=100, phase_end=until, log_every=1000)
         self.callbacks, self.step, self.last_logged_step = callbacks, step, 0
         self.state, self.train_step = "state", "step"
-        watchdog = SimpleNamespace(is_spiking=False, state=dict, end=ignore)
+        watchdog = SimpleNamespace(is_spiking=False, state=dict, finish=ignore)
         self.recovery = SimpleNamespace(watchdog=watchdog, meta={})
         self.totals = lambda step: Totals(tokens=8 * step)
         self.throughput = SimpleNamespace(exclude=ignore, mean_since_last_call=dict)
