@@ -15,7 +15,7 @@ from scalify_core import tree
 from scalify_core.numerics import compiler_hints
 from trainer.model import Model
 from trainer.models.flops import flops_per_token, param_count
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.roles import select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (

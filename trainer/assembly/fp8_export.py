@@ -18,8 +18,8 @@ from trainer.assembly.saved_model import open_checkpoint
 from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.fp8_checkpoints import Fp8Kernel
-from trainer.models.functional import Params
 from trainer.models.layers import DotGeneral, Linear
+from trainer.models.model_functions import Params
 from trainer.precision.fields import DTYPES
 from trainer.run.initial_weights import tokenizer_of_run
 from trainer.step.state_tree import as_saved

@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.files import parse_json, path_of, read_file, refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.compatibility import data_difference
 from trainer.run.initial_weights import restore_weights, tokenizer_of_run

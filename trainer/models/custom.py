@@ -21,8 +21,8 @@ from flax import nnx
 from scalify_core.ops.functional import cross_entropy
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
-from trainer.models.functional import Functional, as_functions
 from trainer.models.layers import Embedding, Factory
+from trainer.models.model_functions import Functional, as_functions
 
 
 class Build(Factory):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from trainer.models.functional import Functional, Params
+from trainer.models.model_functions import Functional, Params
 
 
 class Spec(Protocol):

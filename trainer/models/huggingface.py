@@ -12,7 +12,7 @@ from trainer.errors import UserError
 from trainer.files import read_object, well_formed
 from trainer.models.family import Family, Spec
 from trainer.models.fp8_checkpoints import Fp8Kernel
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.registry import SPECS, family_name_of, family_of
 from trainer.models.roles import Role
 from trainer.models.weight_files import config_beside

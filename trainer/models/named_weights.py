@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8Kernel
-from trainer.models.functional import Functional, Params
+from trainer.models.model_functions import Functional, Params
 from trainer.models.roles import Role
 from trainer.models.weight_files import check_shape, missing_tensor
 

@@ -13,7 +13,7 @@ import numpy as np
 from trainer.bounds import MAX_NEW_TOKENS
 from trainer.errors import UserError
 from trainer.models.family import LanguageModel, Spec
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 
 # The shortest cache, in positions. A longer one is rounded up to a power of two, at
 # most the context.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from scalify_core import weights
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.parallel.sharding import shardings
 from trainer.precision.arrays import kahan_compensation, store_weights
 from trainer.precision.policy import Policy

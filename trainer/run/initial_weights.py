@@ -26,7 +26,7 @@ from trainer.errors import UserError
 from trainer.files import ORIGIN, read_object
 from trainer.models import huggingface
 from trainer.models.family import Spec
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.registry import SPECS, family_of
 from trainer.models.weight_files import (
     CONFIG,

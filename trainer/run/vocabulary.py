@@ -21,7 +21,7 @@ from trainer.data.tokenizer_settings import ENDS, end_token, read_beside
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.family import Spec
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
 from trainer.models.weight_files import CONFIG
 from trainer.run.checkpoint import Checkpointer

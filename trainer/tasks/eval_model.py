@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalify_core import asarray
 from trainer.errors import UserError
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.tasks.scoring import Answer, Question, Scorer
 from trainer.tasks.writing import LIKELIEST, DecodingParams, Writer
 from trainer.workload import TrainTask

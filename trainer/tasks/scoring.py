@@ -13,7 +13,7 @@ import numpy as np
 
 from scalify_core import asarray
 from trainer.model import Model
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.tasks.batching import Sized, make_batches
 from trainer.workload import TrainTask
 

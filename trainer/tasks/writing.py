@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.sampling import extend, prefill, sample
 from trainer.tasks.batching import Sized, make_batches
 from trainer.workload import TrainTask

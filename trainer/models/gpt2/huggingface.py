@@ -16,9 +16,9 @@ from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
 from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
-from trainer.models.functional import Params
 from trainer.models.gpt2.model import functional
 from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
     check_sizes,

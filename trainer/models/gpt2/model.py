@@ -21,10 +21,10 @@ from trainer.models.blocks import (
 )
 from trainer.models.cache import KVCache
 from trainer.models.decoder import Decoder
-from trainer.models.functional import Functional, as_functions
 from trainer.models.gpt2.block import Block
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import Embedding, Factory, dropout, split_keys
+from trainer.models.model_functions import Functional, as_functions
 from trainer.models.stress import gpt2_block
 
 

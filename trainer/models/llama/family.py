@@ -4,10 +4,10 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
-from trainer.models.functional import Params
 from trainer.models.llama.huggingface import load_llama, save_llama
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec, forward_flops_per_token, linear_sizes
+from trainer.models.model_functions import Params
 
 
 def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
-from trainer.models.functional import Params
 from trainer.models.llama.config_json import config_of
 from trainer.models.llama.model import functional
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, to_params, to_tensors
 from trainer.models.weight_files import (
     SHARD_BYTES,

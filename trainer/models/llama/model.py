@@ -29,7 +29,6 @@ from trainer.models.blocks import (
 )
 from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.decoder import Decoder
-from trainer.models.functional import Functional, as_functions
 from trainer.models.gated import smooth_swiglu
 from trainer.models.layers import (
     Embedding,
@@ -40,6 +39,7 @@ from trainer.models.layers import (
 )
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
+from trainer.models.model_functions import Functional, as_functions
 from trainer.models.stress import align
 
 # Under `scalify`, static scales assume independent numbers, as at initialization, where

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from scalify_core import as_scaled_array, tree
-from trainer.models.functional import as_functions
+from trainer.models.model_functions import as_functions
 from trainer.models.registry import SPECS, family_of
 from trainer.models.roles import Role, role_of
 
