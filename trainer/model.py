@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from scalify_core import asarray
 from trainer.models.family import Family, Spec
 from trainer.models.fp8_attention import check_fp8_attention
-from trainer.models.model_functions import Functional, Params, next_token_loss
+from trainer.models.model_functions import ModelFunctions, Params, next_token_loss
 from trainer.models.registry import family_of
 from trainer.models.roles import Role, role_of
 from trainer.parallel.distribute import rounding_seed
@@ -46,8 +46,8 @@ class Model(NamedTuple):
 
     spec: Spec
     policy: Policy
-    training: Functional
-    sampling: Functional
+    training: ModelFunctions
+    sampling: ModelFunctions
     narrow: list[str]
     skipped: dict[str, str]
     rows: int | None

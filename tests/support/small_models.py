@@ -22,14 +22,14 @@ TOKENS = np.random.default_rng(0).integers(0, 100, (2, 17)).astype(np.int32)
 REORDERED = 64 * float(jnp.finfo(jnp.float32).eps)
 
 
-def functional(spec, **how):
-    return (llama if isinstance(spec, LlamaSpec) else gpt2).functional(spec, **how)
+def build_functions(spec, **how):
+    return (llama if isinstance(spec, LlamaSpec) else gpt2).build_functions(spec, **how)
 
 
 @functools.cache
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits."""
-    init, bind, *_ = functional(spec, compute_dtype=compute_dtype)
+    init, bind, *_ = build_functions(spec, compute_dtype=compute_dtype)
     loss_and_grads = jax.jit(
         jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     )

@@ -22,7 +22,7 @@ from scalify_core.ops.functional import cross_entropy
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.layers import Embedding, Factory
-from trainer.models.model_functions import Functional, as_functions
+from trainer.models.model_functions import ModelFunctions, functions_of_module
 
 
 class Build(Factory):
@@ -198,13 +198,13 @@ class CustomSpec:
 @functools.cache
 def parameters(spec: CustomSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
     """Return role and shape of each parameter, without allocating it."""
-    model = functional(spec)
+    model = build_functions(spec)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     leaves = zip(jax.tree.leaves(model.roles), jax.tree.leaves(shapes), strict=True)
     return tuple((role, leaf.shape) for role, leaf in leaves)
 
 
-def functional(spec: CustomSpec, **settings: Any) -> Functional[CausalModel]:
+def build_functions(spec: CustomSpec, **settings: Any) -> ModelFunctions[CausalModel]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
     Raises:
@@ -221,7 +221,7 @@ def functional(spec: CustomSpec, **settings: Any) -> Functional[CausalModel]:
         return model
 
     try:
-        return as_functions(make)
+        return functions_of_module(make)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
 
@@ -235,7 +235,7 @@ def custom_spec(
       UserError: its logits are not `[B, T, vocab_size]`.
     """
     spec = CustomSpec(make, vocab_size, context, keep_fp8_weights)
-    model = functional(spec)
+    model = build_functions(spec)
     logits = jax.eval_shape(
         lambda tokens: model.bind(model.init(jax.random.key(0)))(tokens),
         jax.ShapeDtypeStruct((2, context), jnp.int32),
@@ -290,7 +290,7 @@ CUSTOM = Family(
     name="own",  # checkpoints store it
     blocks_name="h",
     parts=("embedding", "scale", "kernel", "bias"),
-    build=functional,
+    build=build_functions,
     linear_sizes=linear_sizes,
     forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from trainer.models.model_functions import Functional, Params
+from trainer.models.model_functions import ModelFunctions, Params
 
 
 class Spec(Protocol):
@@ -177,7 +177,7 @@ class Family:
     name: str
     blocks_name: str
     parts: tuple[str, ...]
-    build: Callable[..., Functional]
+    build: Callable[..., ModelFunctions]
     linear_sizes: Callable[[Any], dict[str, tuple[int, int]]]
     forward_flops_per_token: Callable[[Any], int]
     check_tensor: Callable[[Any, int, int], None]

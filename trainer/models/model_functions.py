@@ -13,7 +13,7 @@ from trainer.precision.dots import OverwriteWithGradient
 Params = dict[str, Any]
 
 
-class Functional[Model](NamedTuple):
+class ModelFunctions[Model](NamedTuple):
     """A model as pure functions.
 
     Attributes:
@@ -31,9 +31,9 @@ class Functional[Model](NamedTuple):
     roles: Params
 
 
-def as_functions[Model: nnx.Module](
+def functions_of_module[Model: nnx.Module](
     make: Callable[[nnx.Rngs], Model],
-) -> Functional[Model]:
+) -> ModelFunctions[Model]:
     """Return the module that `make` builds, with key stream `params`, as functions.
 
     Raises:
@@ -59,7 +59,7 @@ def as_functions[Model: nnx.Module](
         model = build(jax.random.key(0))
         return nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
 
-    return Functional(init, bind, init_histories, roles_of(abstract))
+    return ModelFunctions(init, bind, init_histories, roles_of(abstract))
 
 
 def next_token_loss(

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8Kernel
-from trainer.models.model_functions import Functional, Params
+from trainer.models.model_functions import ModelFunctions, Params
 from trainer.models.roles import Role
 from trainer.models.weight_files import check_shape, missing_tensor
 
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
 
 def named_leaves(
-    model: Functional, params: Params, layout: Layout
+    model: ModelFunctions, params: Params, layout: Layout
 ) -> Iterator[tuple[str, Role, Any]]:
     """Yield every leaf of unrolled parameters with its Hugging Face name and its role.
 
@@ -45,7 +45,10 @@ def named_leaves(
 
 
 def to_params(
-    source: Path, tensors: Mapping[str, np.ndarray], model: Functional, layout: Layout
+    source: Path,
+    tensors: Mapping[str, np.ndarray],
+    model: ModelFunctions,
+    layout: Layout,
 ) -> Params:
     """Return tensors as nested dictionaries, each checked against the model's.
 
@@ -75,7 +78,7 @@ def to_params(
 
 
 def to_tensors(
-    model: Functional, params: Params, layout: Layout
+    model: ModelFunctions, params: Params, layout: Layout
 ) -> dict[str, np.ndarray]:
     """Return unrolled parameters by Hugging Face's names, without padding rows.
 

@@ -83,7 +83,7 @@ class Generator:
     It compiles two programs, whatever the arguments.
 
     Args:
-      bind: a function from parameters to the model, see `functional.Functional`.
+      bind: a function from parameters to the model, see `ModelFunctions`.
       spec: the model's spec.
     """
 

@@ -3,7 +3,7 @@
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
-from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec, forward_flops_per_token, linear_sizes
 
 
@@ -32,7 +32,7 @@ FAMILY = Family(
         "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale",
         "kernel", "bias",
     ),
-    build=functional,
+    build=build_functions,
     linear_sizes=linear_sizes,
     forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,

@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
 from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
-from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, to_params, to_tensors
@@ -83,7 +83,7 @@ def load_gpt2(
         # Only the sizes are the given spec's: Hugging Face's GPT-2 always has gelu.
         spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
     tensors = named_tensors(path, fp8)
-    return spec, to_params(path, tensors, functional(spec), Layout(prefix=PREFIX))
+    return spec, to_params(path, tensors, build_functions(spec), Layout(prefix=PREFIX))
 
 
 def read_spec(file: Path) -> GPT2Spec:
@@ -135,7 +135,7 @@ def save_gpt2(
             " be exported"
         )
     directory = Path(directory)
-    tensors = to_tensors(functional(spec), params, Layout(prefix=PREFIX))
+    tensors = to_tensors(build_functions(spec), params, Layout(prefix=PREFIX))
     files = write_tensors(directory, tensors)
     config = {
         "architectures": ["GPT2LMHeadModel"],

@@ -24,7 +24,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.gpt2.block import Block
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import Embedding, Factory, dropout, split_keys
-from trainer.models.model_functions import Functional, as_functions
+from trainer.models.model_functions import ModelFunctions, functions_of_module
 from trainer.models.stress import gpt2_block
 
 
@@ -144,13 +144,13 @@ class GPT2(Decoder):
         return self.ln_f(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-def functional(spec: GPT2Spec, **settings: Any) -> Functional[GPT2]:
+def build_functions(spec: GPT2Spec, **settings: Any) -> ModelFunctions[GPT2]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
     >>> import jax.numpy as jnp
     >>> spec = GPT2Spec(vocab_size=256, context=8, n_layer=1, n_head=1, d_model=8)
-    >>> model = functional(spec)
+    >>> model = build_functions(spec)
     >>> model.bind(model.init(jax.random.key(0)))(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 256)
     """
-    return as_functions(lambda rngs: GPT2(spec, rngs=rngs, **settings))
+    return functions_of_module(lambda rngs: GPT2(spec, rngs=rngs, **settings))

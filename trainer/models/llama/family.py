@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.llama.huggingface import load_llama, save_llama
-from trainer.models.llama.model import functional
+from trainer.models.llama.model import build_functions
 from trainer.models.llama.spec import LlamaSpec, forward_flops_per_token, linear_sizes
 from trainer.models.model_functions import Params
 
@@ -39,7 +39,7 @@ def make_family(cls: type[LlamaSpec]) -> Family:
             "q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj", "gate_proj",
             "up_proj", "down_proj", "embedding", "scale", "kernel", "bias",
         ),
-        build=functional,
+        build=build_functions,
         linear_sizes=linear_sizes,
         forward_flops_per_token=forward_flops_per_token,
         check_tensor=check_tensor,

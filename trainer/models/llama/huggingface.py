@@ -13,7 +13,7 @@ from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
 from trainer.models.llama.config_json import config_of
-from trainer.models.llama.model import functional
+from trainer.models.llama.model import build_functions
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, to_params, to_tensors
@@ -73,7 +73,7 @@ def load_llama(
     }
     if spec.tied:
         pop_tied_head(path, tensors, TABLE)
-    return spec, to_params(path, tensors, functional(spec), layout_of(spec))
+    return spec, to_params(path, tensors, build_functions(spec), layout_of(spec))
 
 
 def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
@@ -118,7 +118,7 @@ def save_llama(
     Raises:
       UserError: existing weights.
     """
-    tensors = to_tensors(functional(spec), params, layout_of(spec))
+    tensors = to_tensors(build_functions(spec), params, layout_of(spec))
     directory = Path(directory)
     files = write_tensors(directory, tensors, shard_bytes)
     config = config_of(spec, str(tensors[TABLE].dtype), eot)

@@ -39,7 +39,7 @@ from trainer.models.layers import (
 )
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
-from trainer.models.model_functions import Functional, as_functions
+from trainer.models.model_functions import ModelFunctions, functions_of_module
 from trainer.models.stress import align
 
 # Under `scalify`, static scales assume independent numbers, as at initialization, where
@@ -422,6 +422,6 @@ class Llama(Decoder):
         return self.norm(x_NxD).reshape(*tokens_BxT.shape, self.spec.d_model), cache
 
 
-def functional(spec: LlamaSpec, **settings: Any) -> Functional[Llama]:
+def build_functions(spec: LlamaSpec, **settings: Any) -> ModelFunctions[Llama]:
     """Return the model as pure functions; `settings` are those of `Factory`."""
-    return as_functions(lambda rngs: Llama(spec, rngs=rngs, **settings))
+    return functions_of_module(lambda rngs: Llama(spec, rngs=rngs, **settings))

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from trainer.errors import UserError
-from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.roles import Role
 from trainer.parallel.mesh import MeshSizes, make_mesh
@@ -24,7 +24,7 @@ SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
 
 def specs_of(spec, mesh):
     """The spec of every parameter of a model, by name."""
-    model = functional(spec)
+    model = build_functions(spec)
     tree = partition_specs(
         jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles
     )

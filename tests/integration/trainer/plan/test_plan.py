@@ -26,7 +26,7 @@ from trainer.compiled.fp8 import (
 from trainer.compiled.operations import Attention, Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
@@ -83,7 +83,7 @@ def test_the_plan_of_a_small_flagship(flagship):
     assert sum(memory.values()) == pytest.approx(peak, abs=len(memory))
     assert abs(memory["gaps"]) < 0.05 * peak
     # FP16 weights and two FP16 moments, and four bytes for each scale.
-    init = functional(flagship.measured.model.spec).init
+    init = build_functions(flagship.measured.model.spec).init
     params = jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))
     state_bytes = 3 * 2 * sum(p.size for p in params)
     scales = 8 * 3 * len(params)

@@ -15,8 +15,8 @@ from small_models import (
     REORDERED,
     TOKENS,
     assert_close,
+    build_functions,
     compiled,
-    functional,
 )
 
 from scalify_core import asarray, scalify
@@ -38,7 +38,7 @@ def spec(request):
 @pytest.mark.parametrize("spec", [GPT2, LLAMA, UNTIED], ids=["gpt2", "llama", "untied"])
 def test_initial_values_are_normal_and_the_residual_ones_smaller(spec):
     sizes = {"vocab_size": 1000, "n_layer": 8, "d_model": 64, "init_std": 0.005}
-    model = functional(dataclasses.replace(spec, **sizes))
+    model = build_functions(dataclasses.replace(spec, **sizes))
     params = model.init(jax.random.key(0))
     assert ("lm_head" in params) == (spec is UNTIED)
     roles = jax.tree.leaves(model.roles)
@@ -116,7 +116,7 @@ def test_remat_keeps_less_for_the_backward_pass(spec):
 
     def residual_bytes(remat):
         sizes = {"context": 256, "scan_layers": True, "remat": remat}
-        init, bind, *_ = functional(dataclasses.replace(spec, **sizes))
+        init, bind, *_ = build_functions(dataclasses.replace(spec, **sizes))
         params = jax.eval_shape(init, jax.random.key(0))
         forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]
         leaves = jax.tree.leaves(jax.eval_shape(forward, params))
@@ -145,7 +145,7 @@ def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
-    init, bind, *_ = functional(spec, compute_dtype=jnp.bfloat16)
+    init, bind, *_ = build_functions(spec, compute_dtype=jnp.bfloat16)
     params = init(jax.random.key(0))
     loss, grads = compiled(spec, jnp.bfloat16)[1](params)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))}
@@ -165,7 +165,9 @@ def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
 def test_aligned_channels_start_with_one_larger_column_for_both_branches(spec):
     spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=True)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (functional(s).init(jax.random.key(0)) for s in (spec, aligned))
+    before, after = (
+        build_functions(s).init(jax.random.key(0)) for s in (spec, aligned)
+    )
     names = ("c_fc", "c_gate") if "wpe" in before else ("up_proj", "gate_proj")
     column = 50 * before["h"]["mlp"][names[0]]["kernel"][..., :3]
     assert len(np.unique(column[..., 0, :])) == column[..., 0, :].size
@@ -181,7 +183,7 @@ LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
 
 def loss_of(spec, how, dtype):
     spec = dataclasses.replace(spec, n_layer=1, loss_logits=how)
-    init, bind, *_ = functional(spec, compute_dtype=dtype)
+    init, bind, *_ = build_functions(spec, compute_dtype=dtype)
     loss = lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
     return jax.jit(init)(jax.random.key(0)), loss
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from trainer.errors import UserError
-from trainer.models.gpt2.model import functional
+from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.models.llama.model import functional as llama
+from trainer.models.llama.model import build_functions as llama
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.sampling import Generator, sample
 
@@ -21,7 +21,7 @@ PROMPT = [3, 1, 4, 1, 5]
 def make(spec=SPEC):
     """Random weights hardly tell tokens apart; larger kernels make the likeliest one
     depend on those before it."""
-    init, bind, *_ = functional(spec)
+    init, bind, *_ = build_functions(spec)
     params = init(jax.random.key(1))
     params["h"] = jax.tree.map(lambda p: p * 20.0, params["h"])
     return Generator(bind, spec), params

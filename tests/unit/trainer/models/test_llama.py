@@ -13,7 +13,7 @@ from scalify_core import as_scaled_array, asarray, scalify, tree
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.ops.functional import swiglu
 from trainer.models.gated import smooth_swiglu
-from trainer.models.llama.model import functional
+from trainer.models.llama.model import build_functions
 
 
 def test_smoothing_divides_each_channel_by_the_nearest_power_of_two():
@@ -32,7 +32,7 @@ def test_smoothing_divides_each_channel_by_the_nearest_power_of_two():
 def test_heads_and_channels_split_over_devices_give_the_same_loss_and_gradients():
     """A device has all inputs, and its heads and hidden channels of the parameters."""
     params, plain, _ = compiled(SPEC)
-    model = functional(SPEC, tensor_axis="tensor")
+    model = build_functions(SPEC, tensor_axis="tensor")
     axes = {"column": P(None, "tensor"), "row": P("tensor")}
     specs = jax.tree.map(lambda role: axes.get(role.kind, P()), model.roles)
     loss = lambda p: model.bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
@@ -51,7 +51,7 @@ def test_scales_that_propagate_give_the_same_loss_and_gradients():
     parameters."""
     spec = dataclasses.replace(SPEC, scan_layers=True)
     params, plain, _ = compiled(spec)
-    bind = functional(spec, rescale_grads=("layer_norm", "qkv")).bind
+    bind = build_functions(spec, rescale_grads=("layer_norm", "qkv")).bind
     loss = jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     scaled = tree.with_static_scales(as_scaled_array(params))
     actual = asarray(jax.jit(scalify(loss, scales="static"))(scaled))
@@ -62,7 +62,7 @@ def test_data_of_all_gradients_is_near_one():
     """FP16, at initialisation, with the gain per layer that a width of 768 has."""
     std = 0.02 * math.sqrt(768 / 64)
     spec = dataclasses.replace(SPEC, d_model=64, context=64, init_std=std)
-    init, bind, *_ = functional(spec, rescale_grads=("layer_norm", "qkv"))
+    init, bind, *_ = build_functions(spec, rescale_grads=("layer_norm", "qkv"))
     tokens = np.random.default_rng(1).integers(0, 100, (4, 65))
     gradient = jax.grad(lambda p: bind(p).loss(tokens[:, :-1], tokens[:, 1:]))
     params = as_scaled_array(init(jax.random.key(0)), dtype=jnp.float16)

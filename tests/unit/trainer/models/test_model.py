@@ -9,7 +9,7 @@ from small_models import TOKENS, assert_close, compiled
 
 from trainer.models.gpt2 import block as gpt2_block
 from trainer.models.gpt2 import model
-from trainer.models.gpt2.model import dropout, functional
+from trainer.models.gpt2.model import build_functions, dropout
 from trainer.models.gpt2.spec import linear_sizes
 
 
@@ -30,7 +30,7 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters():
         tokens = TOKENS[:, :16]
         expected = plain_logits(biased, tokens)
         assert_close(logits(biased, tokens), expected)
-        bound = functional(spec).bind(biased)
+        bound = build_functions(spec).bind(biased)
         h, _ = bound.decode(tokens, bound.init_cache(2), 0)
         assert_close(bound.logits(h.reshape(32, 16)), expected.reshape(32, 100))
 
@@ -47,7 +47,7 @@ def test_the_values_and_what_is_projected_are_larger_by_the_gain():
             return dot_general
 
         spec = dataclasses.replace(SPEC, n_layer=1, value_gain=gain)
-        init, bind, *_ = functional(spec, dot_general_for=choose)
+        init, bind, *_ = build_functions(spec, dot_general_for=choose)
         bind(init(jax.random.key(0))).hidden(TOKENS[:, :16])
         assert set(seen) == set(linear_sizes(spec))
         return seen
@@ -93,7 +93,7 @@ def test_dropout_keeps_the_mean():
 
 def test_dropout_differs_between_layers_and_places(monkeypatch):
     spec = dataclasses.replace(SPEC, dropout=0.5)
-    init, bind, *_ = functional(spec)
+    init, bind, *_ = build_functions(spec)
     given = []
 
     def spy(x, rate, key):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from scalify_core import as_scaled_array, tree
-from trainer.models.model_functions import as_functions
+from trainer.models.model_functions import functions_of_module
 from trainer.models.registry import SPECS, family_of
 from trainer.models.roles import Role, role_of
 
@@ -83,7 +83,7 @@ def test_a_parameter_without_a_role_is_named():
 
     message = r"inner\.bias has no role; make it by nnx\.Param\(value, role=Role"
     with pytest.raises(ValueError, match=message):
-        as_functions(Custom)
+        functions_of_module(Custom)
 
 
 def test_rows_that_depend_on_the_batch_are_those_of_the_smoothed_mlp_alone():
