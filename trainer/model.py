@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from scalify_core import asarray
 from trainer.models.family import Family, Spec
+from trainer.models.flops import linear_sizes
 from trainer.models.fp8_attention import check_fp8_attention
 from trainer.models.model_functions import ModelFunctions, Params, next_token_loss
 from trainer.models.registry import family_of
@@ -82,7 +83,7 @@ class Model(NamedTuple):
         """
         check_fp8_attention(spec, policy)
         family = family_of(spec)
-        sizes = family.linear_sizes(spec)
+        sizes = linear_sizes(spec)
         skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
         dots = dot_general_for(

@@ -41,7 +41,7 @@ from trainer.errors import UserError
 from trainer.files import read_object, write_atomically
 from trainer.models import huggingface
 from trainer.models.family import Spec
-from trainer.models.flops import flops_per_token, param_count
+from trainer.models.flops import flops_per_token, linear_sizes, param_count
 from trainer.models.registry import family_of
 from trainer.models.weight_files import config_beside
 from trainer.parallel.mesh import place_batch
@@ -182,7 +182,7 @@ def sizes(family: str) -> Row:
 def fp8_products(family: str) -> Row:
     """Return the FP8 products of a tiny model's plan, and its layers that are not."""
     plan = plan_of([*tiny(family), f"precision={FLAGSHIP}", *PLAN])
-    layers = family_of(plan.spec).linear_sizes(plan.spec)
+    layers = linear_sizes(plan.spec)
     program = plan.measured.compiled.program
     products = sum(gemm.times for gemm in program.gemms if gemm.dtype == "fp8")
     return {

@@ -17,6 +17,7 @@ from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
 from trainer.model import Model
+from trainer.models.flops import linear_sizes
 from trainer.precision.arrays import skipped_matmuls
 from trainer.precision.policy import Policy
 
@@ -241,7 +242,7 @@ def not_fp8(
       frozen: layers whose kernels are not trained.
       tensor: devices over which heads and hidden channels are split.
     """
-    layers = model.family.linear_sizes(model.spec)
+    layers = linear_sizes(model.spec)
     kinds = {role.layer: role.kind for role in jax.tree.leaves(model.roles)}
     gemms = without_peeled(program.gemms)
     narrow = [gemm for gemm in gemms if gemm.is_narrow]

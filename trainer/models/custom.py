@@ -6,9 +6,7 @@ There is no key-value cache, Hugging Face format or tensor parallelism: sampling
 full forward pass per token.
 """
 
-import functools
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from flax import nnx
 from scalify_core.ops.functional import cross_entropy
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
+from trainer.models.flops import parameters
 from trainer.models.layers import Embedding, Factory
 from trainer.models.model_functions import ModelFunctions, functions_of_module
 
@@ -90,13 +89,6 @@ class CausalModel(nnx.Module):
             logits_BxTxV.reshape(-1, logits_BxTxV.shape[-1]), targets_BxT.reshape(-1)
         )
 
-    def last_logits(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return logits after the last token, FP32 `[B, vocab_size]`."""
-        del segments_BxT
-        return self(tokens_BxT)[:, -1].astype(jnp.float32)
-
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
@@ -142,6 +134,7 @@ class CustomSpec:
     scan_layers: bool = False
     remat: str = "none"
     n_layer: int = 0  # unknown
+    n_head: int = 0
     head_width: None = None
     attention_window: None = None
 
@@ -195,15 +188,6 @@ class CustomSpec:
         return self
 
 
-@functools.cache
-def parameters(spec: CustomSpec) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-    """Return role and shape of each parameter, without allocating it."""
-    model = build_functions(spec)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    leaves = zip(jax.tree.leaves(model.roles), jax.tree.leaves(shapes), strict=True)
-    return tuple((role, leaf.shape) for role, leaf in leaves)
-
-
 def build_functions(spec: CustomSpec, **settings: Any) -> ModelFunctions[CausalModel]:
     """Return the model as pure functions; `settings` are those of `Factory`.
 
@@ -248,23 +232,6 @@ def custom_spec(
     return spec
 
 
-def linear_sizes(spec: CustomSpec) -> dict[str, tuple[int, int]]:
-    """Return input and output width of each kernel that has a path."""
-    return {
-        role.layer: (shape[-2], shape[-1])
-        for role, shape in parameters(spec)
-        if role.is_kernel and role.layer is not None
-    }
-
-
-def forward_flops_per_token(spec: CustomSpec) -> int:
-    """Return the FLOPs of kernels and head, tied or not, without those of attention."""
-    kernels = sum(
-        math.prod(shape) for role, shape in parameters(spec) if role.is_kernel
-    )
-    return 2 * (kernels + spec.vocab_size * spec.d_model)
-
-
 def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
     """Raise UserError: it is unknown how tensor parallelism could split the model."""
     raise UserError(
@@ -288,11 +255,8 @@ def refuse_import(source: Path, spec: Any) -> NoReturn:
 
 CUSTOM = Family(
     name="own",  # checkpoints store it
-    blocks_name="h",
     parts=("embedding", "scale", "kernel", "bias"),
     build=build_functions,
-    linear_sizes=linear_sizes,
-    forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,
     huggingface=HuggingFace(refuse_import, refuse_export),
 )

@@ -72,12 +72,6 @@ class Decoder(nnx.Module):
             narrow_logits=self.spec.loss_logits == "compute",
         )
 
-    def last_logits(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return logits after the last token, FP32 `[B, vocab_size]`."""
-        return self.logits(self.hidden(tokens_BxT, segments_BxT)[:, -1])
-
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:
         """Return an empty cache `[L, B, S, G, K]`; S = `length` or `context`."""
         return empty_cache(

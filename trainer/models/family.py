@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 
+from trainer.models.blocks import BLOCKS
 from trainer.models.model_functions import ModelFunctions, Params
 
 
@@ -39,6 +40,10 @@ class Spec(Protocol):
     @property
     def d_model(self) -> int:
         """Width of the residual stream."""
+
+    @property
+    def n_head(self) -> int:
+        """Number of attention's heads of queries."""
 
     @property
     def head_width(self) -> int | None:
@@ -111,14 +116,6 @@ class LanguageModel(Protocol):
         negative targets count as zero nats, see `linear_cross_entropy`.
         """
 
-    def last_logits(
-        self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        """Return logits after the last token, FP32 `[B, vocab_size]`.
-
-        They are those of `loss`'s forward pass, without a cache.
-        """
-
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
@@ -134,6 +131,9 @@ class LanguageModel(Protocol):
 
     def logits(self, h_NxD: jax.Array) -> jax.Array:
         """Return the logits of hidden states, FP32 `[N, vocab_size]`."""
+
+
+Sizes = dict[str, tuple[int, int]]  # input and output width by path
 
 
 class HuggingFace(NamedTuple):
@@ -157,48 +157,43 @@ class Family:
 
     Attributes:
       name: the name in configurations, and Hugging Face's `model_type`.
-      blocks_name: the name of the list of blocks among the parameters.
       parts: names of layers and parameters in the order of a forward pass; per-layer
         numerics are listed in it.
       build: (spec, **settings) -> the model as pure functions. The settings are
         `compute_dtype`, `param_dtype`, `dot_general_for`, `attention`,
         `rescale_grads` and `tensor_axis`; see `layers.Factory`. The bound model is a
         `LanguageModel`.
-      linear_sizes: input and output width of each linear layer inside the blocks, by
-        path, such as `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for stacked layers.
-      forward_flops_per_token: FLOPs of one token's forward pass at the full context;
-          see `flops`.
       check_tensor: (spec, devices, multiple) raises UserError if the number of heads is
         not divisible by `devices`, or a device's number of channels is not a multiple
         of `multiple`.
       huggingface: import and export of weights.
+      matmul_sizes: (spec, sizes of kernels by path) -> sizes of matmuls, where a kernel
+        is multiplied in parts.
     """
 
     name: str
-    blocks_name: str
     parts: tuple[str, ...]
     build: Callable[..., ModelFunctions]
-    linear_sizes: Callable[[Any], dict[str, tuple[int, int]]]
-    forward_flops_per_token: Callable[[Any], int]
     check_tensor: Callable[[Any, int, int], None]
     huggingface: HuggingFace
+    matmul_sizes: Callable[[Any, Sizes], Sizes] = lambda spec, sizes: sizes
 
     def stack_layers(self, params: Mapping[str, Any]) -> Params:
         """Stack the parameters of unrolled layers along a leading axis L."""
-        blocks = params[self.blocks_name]
+        blocks = params[BLOCKS]
         layers = [blocks[i] for i in range(len(blocks))]
         return {
             **params,
-            self.blocks_name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+            BLOCKS: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
         }
 
     def unstack_layers(self, params: Mapping[str, Any]) -> Params:
         """Invert `stack_layers`."""
-        stacked = params[self.blocks_name]
+        stacked = params[BLOCKS]
         n_layer = jax.tree.leaves(stacked)[0].shape[0]
         return {
             **params,
-            self.blocks_name: {
+            BLOCKS: {
                 i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
                 for i in range(n_layer)
             },

@@ -11,6 +11,7 @@ on average, as in PaLM (Chowdhery et al. 2022, appendix B) and most published MF
 is 13% of GPT-2's 124M at T = 1024.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,28 +19,64 @@ from typing import Any
 import jax
 
 from trainer.models.family import Spec
+from trainer.models.model_functions import Params
 from trainer.models.registry import family_of
+from trainer.models.roles import Role
 
 
-def forward_flops_per_token(spec: Spec) -> int:
-    """Return the FLOPs of one token's forward pass at the full context."""
-    return family_of(spec).forward_flops_per_token(spec)
+@functools.cache
+def abstract_parameters(spec: Spec) -> tuple[Params, Params]:
+    """Return the parameters' roles and shapes, without allocating the parameters."""
+    model = family_of(spec).build(spec)
+    return model.roles, jax.eval_shape(model.init, jax.random.key(0))
+
+
+def parameters(spec: Spec) -> tuple[tuple[Role, tuple[int, ...]], ...]:
+    """Return role and shape of each parameter."""
+    leaves = map(jax.tree.leaves, abstract_parameters(spec))
+    return tuple((role, leaf.shape) for role, leaf in zip(*leaves, strict=True))
+
+
+def linear_sizes(spec: Spec) -> dict[str, tuple[int, int]]:
+    """Return input and output width of each linear layer inside the blocks, by path.
+
+    A path is `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for scanned layers.
+    """
+    sizes = {
+        role.layer: (shape[-2], shape[-1])
+        for role, shape in parameters(spec)
+        if role.is_kernel and role.layer is not None
+    }
+    return family_of(spec).matmul_sizes(spec, sizes)
 
 
 def linear_flops_per_token(spec: Spec, paths: Iterable[str]) -> int:
     """Return the FLOPs of one token's forward pass through some linear layers."""
-    sizes = family_of(spec).linear_sizes(spec)
+    sizes = linear_sizes(spec)
     weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
     return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
 
 
 def attention_flops_per_token(spec: Spec) -> int:
-    """Return the FLOPs of one token's attention at the full context: those of the
-    forward pass that neither a linear layer nor the head takes.
+    """Return the FLOPs of one token's attention at the full context T.
+
+    The scores and the weighted sum take 4 L T H K. A window takes the place of T. 0
+    where the model has attention of its own.
     """
-    head = 2 * spec.d_model * spec.vocab_size
-    linear = linear_flops_per_token(spec, family_of(spec).linear_sizes(spec))
-    return forward_flops_per_token(spec) - linear - head
+    if spec.head_width is None:
+        return 0
+    keys = min(spec.attention_window or spec.context, spec.context)
+    return 4 * spec.n_layer * keys * spec.n_head * spec.head_width
+
+
+def forward_flops_per_token(spec: Spec) -> int:
+    """Return the FLOPs of one token's forward pass at the full context.
+
+    They are those of linear layers, attention, and head, tied or not, without padding.
+    """
+    kernels = [shape for role, shape in parameters(spec) if role.is_kernel]
+    weights = sum(map(math.prod, kernels)) + spec.d_model * spec.vocab_size
+    return 2 * weights + attention_flops_per_token(spec)
 
 
 def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
@@ -58,15 +95,9 @@ def flop_share(spec: Spec, paths: Iterable[str]) -> float:
 
 
 def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:
-    """Return the number of parameters, or of a part of them, without padding.
-
-    Nothing is allocated.
-    """
-    model = family_of(spec).build(spec)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    """Return the number of parameters, or of a part of them, without padding."""
     sizes = jax.tree.map(
-        lambda s, role: math.prod(s.shape) - role.padding * s.shape[-1],
-        shapes,
-        model.roles,
+        lambda role, x: math.prod(x.shape) - role.padding * x.shape[-1],
+        *abstract_parameters(spec),
     )
     return sum(jax.tree.leaves(part(sizes)))

@@ -55,6 +55,7 @@ from scalify_core import tree
 from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
+from trainer.models.blocks import BLOCKS
 from trainer.observe.probe import (
     FIGURE_NAMES,
     SLOT_SHAPE,
@@ -159,7 +160,7 @@ def probed_layers(
 
 def is_stack(model: Model, name: str) -> bool:
     """Return whether a parameter or layer is stacked over all blocks."""
-    return model.spec.scan_layers and name.split(".")[0] == model.family.blocks_name
+    return model.spec.scan_layers and name.split(".")[0] == BLOCKS
 
 
 def make_slots(model: Model) -> SlotsByName:

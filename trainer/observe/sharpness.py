@@ -100,7 +100,7 @@ def make_losses(
         bound = model.training.bind(params, histories)
         if segments is not None:
             segments = segments[:, :-1]
-        return bound.last_logits(tokens[:, :-1], segments)
+        return bound.logits(bound.hidden(tokens[:, :-1], segments)[:, -1])
 
     def losses(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None

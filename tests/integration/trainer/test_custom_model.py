@@ -13,6 +13,7 @@ from trainer import CausalModel, Role, UserError, compose, train
 from trainer.assembly.saved_model import restore_run
 from trainer.model import Model
 from trainer.models.custom import custom_spec
+from trainer.models.flops import forward_flops_per_token, linear_sizes
 from trainer.models.registry import family_of
 
 D = 32
@@ -60,11 +61,10 @@ def test_a_pattern_of_the_precision_chooses_its_layers():
         ["precision=fp8_current", "precision.exclude=[h.0.down]"]
     ).precision.policy
     assert Model.make(spec, policy, rows=32).narrow == ["h.0.up"]
-    family = family_of(spec)
     sizes = {"h.0.up": (D, 4 * D), "h.0.down": (4 * D, V)}
-    assert family.linear_sizes(spec) == sizes
+    assert linear_sizes(spec) == sizes
     flops = 2 * (4 * D * D + 4 * D * V + V * D)
-    assert family.forward_flops_per_token(spec) == flops
+    assert forward_flops_per_token(spec) == flops
 
 
 def test_its_cacheless_decoding_gives_the_logits_of_the_whole():

@@ -12,10 +12,9 @@ from precisions import SPEC, abstract, batch, copied, step_inputs, workload
 from scalify_core import tree, weights
 from trainer.compiled.hlo import Program
 from trainer.errors import UserError
-from trainer.models.flops import flops_per_token
+from trainer.models.flops import flops_per_token, linear_sizes
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama.spec import LlamaSpec
-from trainer.models.registry import family_of
 from trainer.models.roles import select_roles
 from trainer.run.compatibility import check_same_trainable
 from trainer.workload import compile_step, first_state
@@ -120,7 +119,7 @@ def test_a_state_with_other_moments_is_refused_with_what_to_do():
 
 @pytest.mark.parametrize("spec", [SPEC, SCANNED, LLAMA])
 def test_a_layer_is_frozen_where_its_kernel_is(spec):
-    every = set(family_of(spec).linear_sizes(spec))
+    every = set(linear_sizes(spec))
     outside = {path for path in every if ".mlp." not in path}
     for name, frozen in (("kernels", set()), ("gains", every), ("h.*.mlp.*", outside)):
         w = only(name, spec=spec)

@@ -1,10 +1,10 @@
 """GPT-2 as a `Family`."""
 
 from trainer.errors import UserError
-from trainer.models.family import Family, HuggingFace
+from trainer.models.family import Family, HuggingFace, Sizes
 from trainer.models.gpt2.huggingface import load_gpt2, save_gpt2
 from trainer.models.gpt2.model import build_functions
-from trainer.models.gpt2.spec import GPT2Spec, forward_flops_per_token, linear_sizes
+from trainer.models.gpt2.spec import GPT2Spec
 
 
 def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
@@ -24,17 +24,25 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
         )
 
 
+def matmul_sizes(spec: GPT2Spec, sizes: Sizes) -> Sizes:
+    """Return sizes with `attn.c_value` beside `attn.c_attn`; see `value_gain`."""
+    if spec.value_gain is None:
+        return sizes
+    d = spec.d_model
+    for path in [path for path in sizes if path.endswith("attn.c_attn")]:
+        sizes |= {path: (d, 2 * d), path.replace("c_attn", "c_value"): (d, d)}
+    return sizes
+
+
 FAMILY = Family(
     name="gpt2",
-    blocks_name="h",
     parts=(
         "wte", "wpe", "h", "ln_f", "ln_1", "attn", "ln_2", "mlp",
         "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale",
         "kernel", "bias",
     ),
     build=build_functions,
-    linear_sizes=linear_sizes,
-    forward_flops_per_token=forward_flops_per_token,
     check_tensor=check_tensor,
     huggingface=HuggingFace(load_gpt2, save_gpt2),
+    matmul_sizes=matmul_sizes,
 )  # fmt: skip

@@ -214,32 +214,3 @@ def size_of_huggingface(
                 " leave one of them in"
             )
     return size
-
-
-def linear_sizes(spec: GPT2Spec) -> dict[str, tuple[int, int]]:
-    """Return input and output width of each linear layer inside the blocks, by path.
-
-    A path is `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for scanned layers.
-    """
-    d, f = spec.d_model, spec.mlp_width
-    layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
-    sizes = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
-    if spec.value_gain is not None:
-        sizes |= {"attn.c_attn": (d, 2 * d), "attn.c_value": (d, d)}
-    if spec.mlp != "gelu":
-        sizes |= {"mlp.c_gate": (d, f)}
-    sizes |= {"mlp.c_fc": (d, f), "mlp.c_proj": (f, d)}
-    return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
-
-
-def forward_flops_per_token(spec: GPT2Spec) -> int:
-    """Return the FLOPs of one token's forward pass at the full context T; see `flops`.
-
-    Matmuls with weights: 2 L (4 D^2 + m D F) with m = 2 (gelu) or 3 (swiglu);
-    attention's scores and weighted sum: 4 L T D; tied head: 2 D V without padding.
-    """
-    D, F = spec.d_model, spec.mlp_width
-    mlp_matrices = 2 if spec.mlp == "gelu" else 3
-    weights = spec.n_layer * (4 * D * D + mlp_matrices * D * F)
-    scores = 4 * spec.n_layer * spec.context * D
-    return 2 * weights + scores + 2 * D * spec.vocab_size

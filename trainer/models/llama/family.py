@@ -6,7 +6,7 @@ from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.llama.huggingface import load_llama, save_llama
 from trainer.models.llama.model import build_functions
-from trainer.models.llama.spec import LlamaSpec, forward_flops_per_token, linear_sizes
+from trainer.models.llama.spec import LlamaSpec
 from trainer.models.model_functions import Params
 
 
@@ -33,15 +33,12 @@ def make_family(cls: type[LlamaSpec]) -> Family:
 
     return Family(
         name=cls.config_json.model_type,
-        blocks_name="h",
         parts=(
             "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
             "q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj", "gate_proj",
             "up_proj", "down_proj", "embedding", "scale", "kernel", "bias",
         ),
         build=build_functions,
-        linear_sizes=linear_sizes,
-        forward_flops_per_token=forward_flops_per_token,
         check_tensor=check_tensor,
         huggingface=HuggingFace(load, save_llama),
     )  # fmt: skip

@@ -197,30 +197,3 @@ class LlamaSpec:
     def for_sampling(self) -> Self:
         """See `family.Spec`."""
         return dataclasses.replace(self, mlp="swiglu")
-
-
-def linear_sizes(spec: LlamaSpec) -> dict[str, tuple[int, int]]:
-    """Return input and output width of each linear layer inside the blocks, by path.
-
-    A path is `h.3.mlp.up_proj`, or `h.*.mlp.up_proj` for scanned layers.
-    """
-    d, f = spec.d_model, spec.mlp_width
-    q, kv = spec.n_head * spec.head_width, spec.n_kv_head * spec.head_width
-    sizes = {
-        "attn.q_proj": (d, q),
-        "attn.k_proj": (d, kv),
-        "attn.v_proj": (d, kv),
-        "attn.o_proj": (q, d),
-    }
-    sizes |= {"mlp.gate_proj": (d, f), "mlp.up_proj": (d, f), "mlp.down_proj": (f, d)}
-    layers = ["*"] if spec.scan_layers else [str(i) for i in range(spec.n_layer)]
-    return {f"h.{i}.{name}": size for i in layers for name, size in sizes.items()}
-
-
-def forward_flops_per_token(spec: LlamaSpec) -> int:
-    """Return the FLOPs of one token's forward pass at the full context; see `flops`."""
-    sizes = linear_sizes(dataclasses.replace(spec, scan_layers=True))
-    weights = spec.n_layer * sum(inputs * outputs for inputs, outputs in sizes.values())
-    keys = min(spec.attention_window or spec.context, spec.context)
-    scores = 4 * spec.n_layer * keys * spec.n_head * spec.head_width
-    return 2 * weights + scores + 2 * spec.d_model * spec.vocab_size

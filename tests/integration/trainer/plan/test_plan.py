@@ -26,8 +26,9 @@ from trainer.compiled.fp8 import (
 from trainer.compiled.operations import Attention, Collective, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
+from trainer.models.flops import linear_sizes
 from trainer.models.gpt2.model import build_functions
-from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.observe.peaks import peak_flops
 from trainer.plan import aot, plan
 from trainer.plan.aot import make_target_mesh

@@ -7,9 +7,8 @@ import pytest
 from precisions import SPEC, abstract, policy, workload
 
 from trainer.errors import UserError
-from trainer.models.gpt2.spec import linear_sizes
+from trainer.models.flops import linear_sizes
 from trainer.models.llama.spec import LlamaSpec
-from trainer.models.registry import family_of
 from trainer.parallel.mesh import abstract_batch
 from trainer.precision.arrays import skipped_matmuls
 from trainer.report.messages import describe_idle, describe_precision
@@ -54,7 +53,7 @@ def test_a_loop_over_layers_stacks_gradients_in_one_byte():
         r"stablehlo.while.*?: (.*)", lower_step(w, abstract(w)).as_text()
     )
     in_bytes = [len(re.findall(r"tensor<3x\d+x\d+xf8E5M2>", types)) for types in loops]
-    assert max(in_bytes) == len(family_of(spec).linear_sizes(spec))
+    assert max(in_bytes) == len(linear_sizes(spec))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 import jax.numpy as jnp
 import pytest
 
-from trainer.models.flops import flop_share, flops_per_token, forward_flops_per_token
-from trainer.models.gpt2.spec import GPT2Spec, linear_sizes
+from trainer.models.flops import (
+    flop_share,
+    flops_per_token,
+    forward_flops_per_token,
+    linear_sizes,
+)
+from trainer.models.gpt2.spec import GPT2Spec
 from trainer.observe.peaks import peak_flops
 
 GPT2_124M = GPT2Spec(vocab_size=50257)

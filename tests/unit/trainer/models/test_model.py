@@ -7,10 +7,10 @@ import numpy as np
 from small_models import GPT2 as SPEC
 from small_models import TOKENS, assert_close, compiled
 
+from trainer.models.flops import linear_sizes
 from trainer.models.gpt2 import block as gpt2_block
 from trainer.models.gpt2 import model
 from trainer.models.gpt2.model import build_functions, dropout
-from trainer.models.gpt2.spec import linear_sizes
 
 
 def test_every_value_gain_is_the_same_function_of_the_same_parameters():

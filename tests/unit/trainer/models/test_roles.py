@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from scalify_core import as_scaled_array, tree
+from trainer.models.flops import linear_sizes
 from trainer.models.model_functions import functions_of_module
 from trainer.models.registry import SPECS, family_of
 from trainer.models.roles import Role, role_of
@@ -44,7 +45,7 @@ def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
     assert any(role.stacked for role in roles) == scan
     # those that patterns choose from
     layers = {role.layer for role in roles if role.is_kernel}
-    assert layers == set(family_of(spec).linear_sizes(spec))
+    assert layers == set(linear_sizes(spec))
 
 
 @pytest.mark.parametrize(
