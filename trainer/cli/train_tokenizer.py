@@ -23,7 +23,6 @@ from typing import Literal
 from trainer.cli.arguments import argument, check_at_least
 from trainer.cli.prepare_data import text_settings
 from trainer.data import PreparedSource, Source
-from trainer.data.bpe_files import builtin_settings
 from trainer.data.byte_spelling import BYTE_LEVEL
 from trainer.data.corpus import open_corpus
 from trainer.data.hf_tokenizer import TOKENIZER_JSON, save_hf, split_by
@@ -31,6 +30,7 @@ from trainer.data.line_cuts import cut_at_lines
 from trainer.data.preparation import training_part
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
 from trainer.data.tokenizer_settings import SETTINGS
+from trainer.data.word_patterns import ENCODINGS
 from trainer.errors import UserError
 from trainer.text import override, show
 
@@ -93,9 +93,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
     from tokenizers import AddedToken, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as HFTokenizer
 
-    split = split_by(
-        builtin_settings(pattern if pattern != "gpt2" else "r50k_base")["pat_str"]
-    )
+    split = split_by(ENCODINGS[pattern][0])
     tree = json.loads(HFTokenizer(models.BPE()).to_str())
     tree["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL]}
     tokenizer = HFTokenizer.from_str(json.dumps(tree))

@@ -7,20 +7,17 @@ the old content of a file that was replaced; these readers read the file.
 
 import base64
 import binascii
-import functools
 import itertools
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tiktoken
-from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
+from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING, unspell
 from trainer.data.tokenizer_bounds import check_pattern
 from trainer.data.tokenizer_settings import (
-    NUL,
     SAVE_AGAIN,
     SETTINGS,
     check_added_later,
@@ -28,7 +25,7 @@ from trainer.data.tokenizer_settings import (
     read_bytes,
     read_json,
 )
-from trainer.data.word_patterns import splitting_difference, to_hf_pattern
+from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2
 from trainer.errors import UserError
 
 # A file of merges in order of priority, and one of ids: OpenAI's names and Hugging
@@ -39,8 +36,6 @@ MERGES_AND_IDS_FILES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.jso
 CLASS_OF_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Prefixes of transformers' classes that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
-# Functions of tiktoken that download the ranks of an encoding.
-DOWNLOADERS = {"load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"}
 
 # With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -71,10 +66,10 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             f"{path} has a token of {longest:,} bytes, of at most {MAX_TOKEN_BYTES:,};"
             " download it from its author"
         )
-    return encoding(path, ranks, **pattern_and_special_tokens(path))
+    return encoding(path, ranks, *pattern_and_special_tokens(path))
 
 
-def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
+def pattern_and_special_tokens(path: Path) -> tuple[str, dict[str, int]]:
     """Return the pattern and the special tokens for a .tiktoken file of ranks.
 
     The .json file beside it has them, or tiktoken's encoding of the same name.
@@ -83,40 +78,20 @@ def pattern_and_special_tokens(path: Path) -> dict[str, Any]:
     if json_file.is_file():
         tree = read_json(json_file)
         pattern, special = tree.get("pat_str"), tree.get("special_tokens")
-        is_pattern = isinstance(pattern, str) and pattern
-        if not is_pattern or not isinstance(special, dict):
+        if not (isinstance(pattern, str) and pattern and isinstance(special, dict)):
             raise UserError(
                 f"{json_file}: expected the keys pat_str (a pattern) and special_tokens"
                 " (text to id)"
             )
-    else:
-        tree = builtin_settings(path.stem)
-        if not tree:
-            names = tiktoken.list_encoding_names()
-            valid = sorted(name for name in names if builtin_settings(name))
-            raise UserError(
-                f"{path} does not say how a text is split into words; put"
-                f" {json_file.name} beside it, with the keys pat_str (a pattern) and"
-                " special_tokens (text to id), or rename it after its encoding:"
-                f" {', '.join(valid)}"
-            )
-    return {key: tree[key] for key in ("pat_str", "special_tokens")}
-
-
-def builtin_settings(name: str) -> dict[str, Any]:
-    """Return the pattern and the special tokens of tiktoken's encoding `name`, without
-    a download; {} if tiktoken has no such encoding.
-    """
-    tiktoken.list_encoding_names()  # fills the registry
-    constructor = (tiktoken.registry.ENCODING_CONSTRUCTORS or {}).get(name)
-    if constructor is None or not DOWNLOADERS & set(constructor.__code__.co_names):
-        return {}
-    # tiktoken defines them only inside functions that also download the ranks. Call a
-    # copy of the function, whose globals replace the download.
-    names = constructor.__globals__ | {
-        loader: lambda *_, **__: {} for loader in DOWNLOADERS
-    }
-    return types.FunctionType(constructor.__code__, names)()
+        return pattern, special
+    if path.stem not in ENCODINGS:
+        raise UserError(
+            f"{path} does not say how a text is split into words; put"
+            f" {json_file.name} beside it, with the keys pat_str (a pattern) and"
+            " special_tokens (text to id), or rename it after its encoding:"
+            f" {', '.join(sorted(ENCODINGS))}"
+        )
+    return ENCODINGS[path.stem]
 
 
 def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
@@ -267,20 +242,11 @@ def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def tiktoken_settings(
-    tree: dict[str, Any], end: str
-) -> tuple[TokenIds, dict[str, Any]] | None:
-    """Return ids and settings for tiktoken; None: tiktoken would encode differently.
+def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:
+    """Return the ids of the ordinary tokens of a byte-pair encoding by their bytes.
 
-    tiktoken reads byte-pair encodings like GPT-2's: without normalizer, with ids in the
-    order of the merges, one pattern for words, and GPT-2's end-of-text token after each
-    document. tiktoken knows no added words, which `tokenizers` matches before all
-    others. An encoding whose ids are the bytes themselves, with NUL after each
-    document, is accepted too; `from_tokenizer_json` makes it a ByteTokenizer.
-
-    Args:
-      tree: the content of a tokenizer.json.
-      end: the token that ends a document.
+    None: its tokens are not spelled as GPT-2's, it changes a text before it encodes, or
+    its model is another one.
     """
     model, added = tree["model"], added_ids(tree)
     if not is_bpe(model) or any(map(model.get, AFFIXES)) or tree.get("normalizer"):
@@ -293,27 +259,30 @@ def tiktoken_settings(
         if token is None:
             return None
         ids[token] = i
-    is_bytes = added == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}
+    return ids
+
+
+def is_like_gpt2(tree: dict[str, Any], ids: TokenIds) -> bool:
+    """Return whether tiktoken encodes as a tokenizer.json with a known word pattern.
+
+    tiktoken knows no added words, which `tokenizers` matches before all others.
+
+    Args:
+      tree: the content of the tokenizer.json.
+      ids: the result of `byte_level_ids`.
+    """
     has_added_words = any(
         not token.get("special") and token["content"] != ENDOFTEXT
         for token in tree["added_tokens"]
     )
-    pairs = [pair_of(merge) for merge in model["merges"]]
+    pairs = [pair_of(merge) for merge in tree["model"]["merges"]]
     merges = [pair for pair in pairs if pair is not None]
-    ignore_merges = bool(model.get("ignore_merges"))
-    is_like_gpt2 = (
+    ignore_merges = bool(tree["model"].get("ignore_merges"))
+    return (
         not has_added_words
-        and end == ENDOFTEXT
         and len(merges) == len(pairs)
         and is_same_in_tiktoken(ids, merges, ignore_merges=ignore_merges)
     )
-    if not is_bytes and not is_like_gpt2:
-        return None
-    # This may take a second, so the other checks come first.
-    pattern = pattern_of(tree)
-    if pattern is None or (pattern == "" and not is_bytes):
-        return None
-    return ids, {"pat_str": pattern, "special_tokens": added}
 
 
 def is_bpe(model: dict[str, Any]) -> bool:
@@ -332,37 +301,28 @@ def added_ids(tree: dict[str, Any]) -> dict[str, int]:
 
 
 def pattern_of(tree: dict[str, Any]) -> str | None:
-    """Return the word pattern of a tokenizer.json; "" if no words are split.
+    """Return tiktoken's spelling of a tokenizer.json's word pattern.
 
-    None: its pre-tokenizer does more than split by a pattern, or tiktoken would split
-    differently.
+    "": no words are split. None: the pre-tokenizer does more than split by one of
+    `KNOWN_PATTERNS`.
     """
     outer: Any = tree.get("pre_tokenizer") or {}
     *splits, byte_level = outer.get("pretokenizers") or [outer]
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return None
+    by_gpt2_pattern = byte_level.get("use_regex", True)
     if not splits:
-        if byte_level.get("use_regex", True):
-            return r50k_pat_str
-        return ""
-    split = splits[0]
-    regex = split.get("pattern", {}).get("Regex")
-    is_split = len(splits) == 1 and split.get("type") == "Split"
-    if not is_split or byte_level.get("use_regex", True) or not isinstance(regex, str):
+        return GPT2 if by_gpt2_pattern else ""
+    if by_gpt2_pattern or len(splits) > 1 or not keeps_words(splits[0]):
         return None
-    keeps_only_matches = split.get("behavior") == "Removed" and split.get("invert")
-    if not keeps_only_matches:
-        if split.get("behavior") != "Isolated" or split.get("invert"):
-            return None
-        # With tiktoken's spelling of a pattern, equal tokenizers have one fingerprint.
-        if known := known_patterns().get(regex):
-            return known
-    difference = splitting_difference(
-        regex, regex, keeps_only_matches=bool(keeps_only_matches)
-    )
-    if difference is None:
-        return regex
-    return None
+    return BY_HF_PATTERN.get(splits[0]["pattern"].get("Regex"))
+
+
+def keeps_words(part: dict[str, Any]) -> bool:
+    """Return whether a pre-tokenizer is a Split into the matches of its pattern."""
+    behavior = part.get("behavior"), bool(part.get("invert"))
+    is_kept = behavior in (("Isolated", False), ("Removed", True))
+    return part.get("type") == "Split" and is_kept
 
 
 def check_distinct(name: str | Path, ids: TokenIds) -> None:
@@ -378,22 +338,11 @@ def check_distinct(name: str | Path, ids: TokenIds) -> None:
             )
 
 
-@functools.cache
-def known_patterns() -> dict[str, str]:
-    """Return the patterns of tiktoken's encodings by their spelling in tokenizer.json.
-
-    tiktoken and `tokenizers` split texts alike by these patterns.
-    """
-    settings = (builtin_settings(name) for name in tiktoken.list_encoding_names())
-    patterns = (tree["pat_str"] for tree in settings if tree)
-    return {to_hf_pattern(pattern): pattern for pattern in patterns}
-
-
 def encoding(
     path: Path,
     ranks: TokenIds,
-    pat_str: str = r50k_pat_str,
-    special_tokens: dict[str, int] | None = None,
+    pattern: str,
+    special_tokens: dict[str, int],
 ) -> tiktoken.Encoding:
     """Return tiktoken's encoding, with end-of-text as the next id if it has none."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
@@ -402,7 +351,7 @@ def encoding(
             f"{path} is not a byte-level encoding: {missing} of the 256 bytes have"
             " no id"
         )
-    special, ordinary = dict(special_tokens or {}), set(ranks.values())
+    special, ordinary = dict(special_tokens), set(ranks.values())
     for token, i in special.items():
         if i in ordinary:
             raise UserError(
@@ -411,10 +360,10 @@ def encoding(
             )
     check_distinct(path, ranks)
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
-    check_pattern(path, pat_str)
+    check_pattern(path, pattern)
     try:
         return tiktoken.Encoding(
-            str(path), pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special
+            str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -12,7 +12,6 @@ from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
     TokenIds,
     bpe_tokenizer_json,
-    known_patterns,
     merges_of,
 )
 from trainer.data.byte_spelling import BYTE_LEVEL, spell
@@ -24,7 +23,7 @@ from trainer.data.json_tokenizer import (
 )
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
 from trainer.data.tokenizer_settings import SETTINGS, added_later, read_json
-from trainer.data.word_patterns import splitting_difference, to_hf_pattern
+from trainer.data.word_patterns import KNOWN_PATTERNS, to_hf_pattern
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
 
@@ -55,7 +54,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
       the paths of the files.
 
     Raises:
-      UserError: the library reads the tokenizer's word pattern differently.
+      UserError: the tokenizer's word pattern is not known.
     """
     end = next(
         token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot
@@ -83,23 +82,18 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
 
 
 def check_hf_pattern(tokenizer: Tokenizer) -> None:
-    """Raise UserError if Hugging Face's library reads the word pattern differently.
+    """Raise UserError for a word pattern of tiktoken that is not known.
 
-    Only the pattern of a .tiktoken file is compared. That of a tokenizer.json was
-    compared when it was read.
+    Hugging Face's library has another regex engine, so it may split words otherwise.
     """
-    if isinstance(tokenizer, JSONTokenizer):
-        return
     pattern = tokenizer.pattern
-    if pattern is None or pattern in known_patterns().values():
-        return
-    difference = splitting_difference(pattern, to_hf_pattern(pattern))
-    if difference is not None:
+    if pattern is not None and pattern not in KNOWN_PATTERNS:
         raise UserError(
-            f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` reads its word"
-            f" pattern {pattern[:80]!r} otherwise ({difference!r}), so that a"
-            f" {TOKENIZER_JSON} would give other ids, and none was written; the weights"
-            " need a tokenizer of tiktoken"
+            f"tokenizer {tokenizer.name}: Hugging Face's `tokenizers` may read its word"
+            f" pattern {pattern[:80]!r} otherwise, so that a {TOKENIZER_JSON} would"
+            " give other ids, and none was written; the weights need a tokenizer of"
+            " tiktoken, or train with a tokenizer whose pattern is that of GPT-2,"
+            " GPT-4, GPT-4o, Llama 3, Qwen2 or Mistral"
         )
 
 

@@ -4,31 +4,20 @@ A cut is proven for the parts of tokenizers that are listed here. With any other
 such as words of a fixed number of characters, a text has to be encoded whole.
 """
 
-import functools
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
 
-from trainer.data.bpe_files import added_ids, builtin_settings, is_bpe
-from trainer.data.word_patterns import to_hf_pattern
+from trainer.data.bpe_files import added_ids, is_bpe, keeps_words
+from trainer.data.word_patterns import BY_HF_PATTERN
 
 # The start of a line with an ASCII letter, after a line that ends in a printable ASCII
 # character. A line-safe pattern never matches across it, since none of its words has a
 # letter after a newline. Cut there, a text ends with the newline, which the pattern
 # matches at the end of a text as it does before a letter.
 LINE_START = re.compile(r"(?<=[!-~]\n)(?=[A-Za-z])")
-
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# Llama 3's and Qwen2's patterns, which no encoding of tiktoken has.
-HUB_PATTERNS = tuple(
-    CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-    + digits
-    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for digits in (r"\p{N}{1,3}", r"\p{N}")
-)
 
 # Normalizers that only look at neighboring characters, or at a run of spaces.
 NORMALIZERS = {
@@ -50,16 +39,6 @@ def cut_at_lines(text: str, size: int) -> list[str]:
         pieces.append(text[start : match.start()])
         start = match.start()
     return [*pieces, text[start:]]
-
-
-@functools.cache
-def line_safe_patterns() -> frozenset[str]:
-    """Return the word patterns for which `LINE_START` is a token boundary."""
-    names = ("r50k_base", "cl100k_base", "o200k_base")
-    *gpt_patterns, gpt4o = (builtin_settings(name)["pat_str"] for name in names)
-    # Mistral's pattern is GPT-4o's without contractions, with one digit a word.
-    mistral = gpt4o.replace(f"{CONTRACTIONS}?", "").replace("{1,3}", "")
-    return frozenset([*HUB_PATTERNS, *gpt_patterns, gpt4o, mistral])
 
 
 def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
@@ -126,9 +105,6 @@ def is_local(part: dict[str, Any], types: set[str]) -> bool:
 def splits_at_lines(part: dict[str, Any]) -> bool:
     """Return whether a pre-tokenizer ends a word at each LINE_START."""
     if part["type"] == "Split":
-        known = {to_hf_pattern(pattern) for pattern in line_safe_patterns()}
-        behavior = (part["behavior"], bool(part["invert"]))
-        keeps_words = behavior in (("Isolated", False), ("Removed", True))
-        return keeps_words and part["pattern"].get("Regex") in known
+        return keeps_words(part) and part["pattern"].get("Regex") in BY_HF_PATTERN
     by_regex = part["type"] == "ByteLevel" and part.get("use_regex", True)
     return by_regex or part["type"] in SPLIT_AT_LINES

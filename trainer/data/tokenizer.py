@@ -19,14 +19,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import tiktoken
+from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
+    added_ids,
+    byte_level_ids,
     check_distinct,
     encoding,
+    is_like_gpt2,
     merges_to_tokenizer_json,
+    pattern_of,
     read_tiktoken,
-    tiktoken_settings,
 )
 from trainer.data.json_tokenizer import (
     TOKENIZER_JSON,
@@ -37,7 +41,9 @@ from trainer.data.json_tokenizer import (
     parse_tokenizer,
     read_tokenizer_json,
 )
-from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
+from trainer.data.line_cuts import cut_at_lines
+from trainer.data.tokenizer_settings import NUL
+from trainer.data.word_patterns import KNOWN_PATTERNS
 from trainer.errors import UserError
 from trainer.files import path_of, well_formed, write_atomically
 
@@ -159,7 +165,7 @@ class BPETokenizer:
         self.tokens: dict[bytes, int] = encoding._mergeable_ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
         self.pattern: str | None = encoding._pat_str
-        self.line_safe = self.pattern in line_safe_patterns()
+        self.line_safe = self.pattern in KNOWN_PATTERNS
         self._settings = {
             "pat_str": self.pattern,
             "special_tokens": self.special_tokens,
@@ -234,8 +240,8 @@ def get_tokenizer(name: str) -> Tokenizer:
           and `vocab.json`, or the first file of such a pair: GPT-2's pattern, and the
           ids of the .json file if there is one;
         - Hugging Face's `tokenizer.json`, or its directory, such as an export of a run.
-          Byte-level encodings like GPT-2's are read by tiktoken, all others by Hugging
-          Face's library (`json_tokenizer`).
+          Byte-level encodings like GPT-2's with one of `KNOWN_PATTERNS` are read by
+          tiktoken, all others by Hugging Face's library (`json_tokenizer`).
 
     If an encoding's files have no end-of-text, it gets the first free id.
 
@@ -336,14 +342,15 @@ def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenize
     tokenizer = parse_tokenizer(path, tree)
     check_added_ids(path, tree, tokenizer)
     end = end_of_document(path, tree)
-    for_tiktoken = tiktoken_settings(tree, end)
-    if for_tiktoken is None:
+    pattern, ids, special = pattern_of(tree), byte_level_ids(tree), added_ids(tree)
+    if pattern is None or ids is None:
         return JSONTokenizer(name, tree, tokenizer, end)
-    ranks, settings = for_tiktoken
-    # Its ids are the bytes, as `save_hf` writes a ByteTokenizer.
-    if settings["special_tokens"] == ByteTokenizer().special_tokens:
+    # `save_hf` writes a ByteTokenizer so.
+    if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
         return ByteTokenizer()
-    return BPETokenizer(name, encoding(path, ranks, **settings))
+    if pattern and end == ENDOFTEXT and is_like_gpt2(tree, ids):
+        return BPETokenizer(name, encoding(path, ids, pattern, special))
+    return JSONTokenizer(name, tree, tokenizer, end)
 
 
 def is_missing(name: str) -> bool:

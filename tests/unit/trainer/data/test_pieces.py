@@ -17,8 +17,8 @@ from tokenizers import (
 
 from trainer.data import TextSource, corpus, encode, get_tokenizer, preparation, prepare
 from trainer.data.json_tokenizer import JSONTokenizer
-from trainer.data.line_cuts import HUB_PATTERNS
 from trainer.data.shards import Manifest
+from trainer.data.word_patterns import LLAMA3
 
 LINES = (
     "In the beginning God created the heaven and the earth.",
@@ -99,7 +99,7 @@ WORDS = {
         [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
     ),
     "lines": pre_tokenizers.BertPreTokenizer(),
-    "llama3": split_by(HUB_PATTERNS[0]),
+    "llama3": split_by(LLAMA3),
     "mistral": split_by(MISTRAL),
     "punctuation": pre_tokenizers.Punctuation(),
     "merged": pre_tokenizers.Split("▁", "merged_with_next"),

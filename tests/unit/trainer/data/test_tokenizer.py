@@ -12,11 +12,12 @@ from library_tokenizers import BYTES, write_tiktoken
 from trainer.assembly.data import build_data
 from trainer.config.composition import compose_config
 from trainer.data.hf_tokenizer import save_hf
-from trainer.data.line_cuts import cut_at_lines, line_safe_patterns
+from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer import (
     get_tokenizer,
     tiktoken_file,
 )
+from trainer.data.word_patterns import KNOWN_PATTERNS
 from trainer.errors import UserError
 
 
@@ -120,7 +121,7 @@ def test_text_comes_back_and_that_of_a_special_token_is_ordinary(small, document
         assert small.eot not in ids
 
 
-@pytest.mark.parametrize("pattern", sorted(line_safe_patterns()))
+@pytest.mark.parametrize("pattern", KNOWN_PATTERNS)
 def test_cutting_at_lines_changes_no_id(small, pattern):
     encoding = tiktoken.Encoding(
         "x", pat_str=pattern, mergeable_ranks=small.tokens, special_tokens={}
