@@ -34,6 +34,11 @@ LOG_BYTES = 1 << 31  # of a file that grows with a run
 MAX_EXPANSION = 1000
 
 
+def directory_of(path: Path) -> Path:
+    """Return `path`, or for a file its directory."""
+    return path if path.is_dir() else path.parent
+
+
 def path_of(text: str | os.PathLike[str]) -> Path:
     """Return a path that a user or a file gave, `~` and `~user` expanded.
 

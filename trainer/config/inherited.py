@@ -11,7 +11,7 @@ from trainer.errors import UserError
 from trainer.files import parse_json, read_file, read_mapping, well_formed
 from trainer.models.other_formats import check_format
 from trainer.models.registry import SPECS, family_name_of
-from trainer.models.weight_files import check_sizes
+from trainer.models.weight_files import check_sizes, config_beside
 from trainer.text import nearest
 
 NAME = "from_init"
@@ -110,7 +110,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
 
     `source`: the directory, or a safetensors file in it.
     """
-    file = (source if source.is_dir() else source.parent) / "config.json"
+    file = config_beside(source)
     if source.exists():
         check_format(source)
     if not file.is_file():

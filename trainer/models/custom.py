@@ -20,7 +20,7 @@ from scalify_core.ops.functional import cross_entropy
 from trainer.errors import UserError
 from trainer.models.family import Family, HuggingFace
 from trainer.models.flops import parameters
-from trainer.models.layers import Embedding, Factory
+from trainer.models.layers import Embedding, Factory, LayerNorm
 from trainer.models.model_functions import ModelFunctions, functions_of_module
 
 
@@ -54,9 +54,13 @@ class Build(Factory):
         """Return a `Build` for layers under a path."""
         return Build(self.vocab_size, self.context, path, self.rngs, **self._settings)
 
+    def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> LayerNorm:
+        """Return a LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
+        return LayerNorm(d, self, probes)
+
     def table(self, rows: int, d: int, stddev: float = 0.02) -> Embedding:
         """Return a table `embedding` [rows, d] of normal vectors."""
-        return Embedding(rows, rows, d, stddev, self.param_dtype, self.rngs)
+        return Embedding(rows, d, stddev, self)
 
 
 class CausalModel(nnx.Module):

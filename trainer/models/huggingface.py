@@ -18,13 +18,6 @@ from trainer.models.roles import Role
 from trainer.models.weight_files import config_beside
 
 
-def directory_of(source: Path) -> Path:
-    """Return `source`, or for a file of weights its directory."""
-    if source.is_dir():
-        return source
-    return source.parent
-
-
 def family_at(source: Path) -> Family | None:
     """Return the family of weights by the config.json beside them, or None.
 

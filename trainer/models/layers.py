@@ -178,23 +178,6 @@ class Factory:
         self.rescale_grads = rescale_grads
         self.tensor_axis = tensor_axis
 
-    def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> "LayerNorm":
-        """Return a LayerNorm over `d` elements; for `probes` see `LayerNorm`."""
-        return LayerNorm(d, self, probes)
-
-    def rms_norm(
-        self,
-        d: int,
-        eps: float,
-        probes: tuple[str, ...] = ("out",),
-        tensor_axis: str | None = None,
-    ) -> "RMSNorm":
-        """Return an RMSNorm over `d` elements.
-
-        For `probes` see `LayerNorm`, for `tensor_axis` `RMSNorm`.
-        """
-        return RMSNorm(d, eps, self, probes, tensor_axis)
-
     def dot_general_of(self, name: str) -> DotGeneral:
         """Return the dot_general of the layer `{path}.{name}`."""
         if self.dot_general_for is None:
@@ -267,7 +250,9 @@ class LayerNorm(nnx.Module):
     measures.
     """
 
-    def __init__(self, d: int, factory: Factory, probes: tuple[str, ...]) -> None:
+    def __init__(
+        self, d: int, factory: Factory, probes: tuple[str, ...] = ("out",)
+    ) -> None:
         self.scale = nnx.Param(
             jnp.ones(d, factory.param_dtype), role=Role("gain", stacked=factory.stacked)
         )
@@ -298,7 +283,7 @@ class RMSNorm(nnx.Module):
         d: int,
         eps: float,
         factory: Factory,
-        probes: tuple[str, ...],
+        probes: tuple[str, ...] = ("out",),
         tensor_axis: str | None = None,
     ) -> None:
         self.scale = nnx.Param(
@@ -316,7 +301,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of normal vectors, padded with zero rows that nothing reads.
+    """A table of normal vectors, padded to `padded_rows` with zeros that nothing reads.
 
     `kind`: as in `Role`; a tied head is a table.
     """
@@ -324,16 +309,18 @@ class Embedding(nnx.Module):
     def __init__(
         self,
         rows: int,
-        padded_rows: int,
         d: int,
         stddev: float,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        factory: Factory,
+        *,
+        padded_rows: int | None = None,
         kind: Literal["table", "head"] = "table",
     ) -> None:
         # Rows are drawn without the padding, so that its size changes no initial value.
-        table = nnx.initializers.normal(stddev)(rngs.params(), (rows, d), param_dtype)
-        padding = padded_rows - rows
+        table = nnx.initializers.normal(stddev)(
+            factory.rngs.params(), (rows, d), factory.param_dtype
+        )
+        padding = (padded_rows or rows) - rows
         self.embedding = nnx.Param(
             jnp.pad(table, ((0, padding), (0, 0))), role=Role(kind, padding=padding)
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.files import directory_of
 
 PROGRAM_ADVICE = (
     "write it as a Hugging Face directory (config.json and model.safetensors) by the"
@@ -61,7 +62,7 @@ def check_format(source: Path) -> None:
     Raises:
       UserError: a LoRA adapter, another format, or weights only in a subdirectory.
     """
-    directory = source if source.is_dir() else source.parent
+    directory = directory_of(source)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if (directory / name).is_file():
             raise UserError(

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from trainer.errors import UserError
 
 # Names by which a user selects all parameters of some kinds.
-GROUPS = {
+KIND_ALIASES = {
     "embeddings": ("table", "head"),
     "kernels": ("column", "row"),
     "gains": ("gain",),
@@ -75,7 +76,7 @@ def roles_of(model: nnx.Module) -> dict[str, Any]:
     Raises:
       ValueError: a parameter has no role.
     """
-    tree: dict[Any, Any] = {}
+    roles: dict[tuple[Any, ...], Role] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         role = variable.get_metadata().get("role")
         if not isinstance(role, Role):
@@ -84,12 +85,8 @@ def roles_of(model: nnx.Module) -> dict[str, Any]:
                 f"parameter {name} has no role; make it by nnx.Param(value,"
                 " role=Role(kind, ...))"
             )
-        *modules, last = path
-        node = tree
-        for key in modules:
-            node = node.setdefault(key, {})
-        node[last] = role
-    return tree
+        roles[path] = role
+    return unflatten_dict(roles)
 
 
 def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
@@ -120,7 +117,7 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
 
     Args:
       roles: the result of `roles_of`.
-      names: groups of `GROUPS`, or patterns of the parameters' paths, such as `h.0.*`;
+      names: `KIND_ALIASES`, or patterns of the parameters' paths, such as `h.0.*`;
         at least one. Stacked layers are `h.*`: a pattern with the number of one of them
         has no match.
 
@@ -137,9 +134,9 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
         path_of(path, role): (path, role)
         for path, role in jax.tree_util.tree_leaves_with_path(roles)
     }
-    selected: dict[Any, Any] = {}
+    selected: dict[tuple[Any, ...], Role] = {}
     for name in names:
-        kinds = GROUPS.get(name, ())
+        kinds = KIND_ALIASES.get(name, ())
         matches = [
             (path, role)
             for full_name, (path, role) in leaves.items()
@@ -148,13 +145,9 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
         if not matches:
             examples = ", ".join(sorted(leaves)[:3])
             raise UserError(
-                f"{name!r} matches no parameter; valid: {', '.join(GROUPS)}, and"
+                f"{name!r} matches no parameter; valid: {', '.join(KIND_ALIASES)}, and"
                 f" patterns of {examples}, ..."
             )
         for path, role in matches:
-            *modules, last = [key.key for key in path]
-            node = selected
-            for key in modules:
-                node = node.setdefault(key, {})
-            node[last] = role
-    return selected
+            selected[tuple(entry.key for entry in path)] = role
+    return unflatten_dict(selected)

@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.files import (
     PARTIAL,
     check_regular,
+    directory_of,
     read_file,
     read_object,
     write_atomically,
@@ -44,7 +45,7 @@ TEMPLATES = "additional_chat_templates"  # a directory with a file for each temp
 
 def config_beside(path: Path) -> Path:
     """Return the path of the config.json of a directory or file of weights."""
-    return (path if path.is_dir() else path.parent) / CONFIG
+    return directory_of(path) / CONFIG
 
 
 def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
-from trainer.files import ORIGIN, read_object
+from trainer.files import ORIGIN, directory_of, read_object
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.model_functions import Params
@@ -286,7 +286,7 @@ def hf_tokenizer_mismatch(
     Without a tokenizer beside the weights the sizes of the vocabularies decide: at most
     1% of the rows may have no id.
     """
-    directory = huggingface.directory_of(source)
+    directory = directory_of(source)
     ids = token_ids_in(directory)
     if ids is not None:
         difference = token_difference(ids, tokenizer)
@@ -340,7 +340,7 @@ def describe_init(
         config = read_object(config_beside(source))
         saved_context = SPECS[name].keys_of_huggingface(config)["context"]
         context = context_difference(saved_context, spec)
-    directory = huggingface.directory_of(source)
+    directory = directory_of(source)
     if token_ids_in(directory) is None:
         tokenizer_text = (
             "there is no tokenizer beside them, so nobody checked whether their ids are"

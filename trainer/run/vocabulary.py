@@ -19,7 +19,7 @@ from trainer.data.json_tokenizer import TOKENIZER_JSON
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_settings import ENDS, end_token, read_beside
 from trainer.errors import UserError
-from trainer.models import huggingface
+from trainer.files import directory_of
 from trainer.models.family import Spec
 from trainer.models.model_functions import Params
 from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
@@ -62,7 +62,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
         tokenizer = tokenizer_of_run(source, meta)
         size = meta["model"]["vocab_size"]
         return Vocabulary(with_special(tokenizer), tokenizer.eot, size)
-    directory = huggingface.directory_of(source)
+    directory = directory_of(source)
     tokens = token_ids_in(directory)
     if tokens is None:
         raise UserError(

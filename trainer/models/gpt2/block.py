@@ -18,6 +18,7 @@ from trainer.models.gated import smooth_swiglu
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import (
     Factory,
+    LayerNorm,
     Norm,
     copy_to_axis,
     dropout,
@@ -192,9 +193,9 @@ class Block(nnx.Module):
         # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.dropout = spec.dropout
-        self.ln_1 = layers.layer_norm(spec.d_model)
+        self.ln_1 = LayerNorm(spec.d_model, layers)
         self.attn = attention(spec, layers, residual_stddev)
-        self.ln_2 = layers.layer_norm(spec.d_model)
+        self.ln_2 = LayerNorm(spec.d_model, layers)
         mlps = {"gelu": GeluMLP, "swiglu": SwigluMLP, "smooth_swiglu": SmoothSwigluMLP}
         self.mlp = mlps[spec.mlp](spec, layers, residual_stddev)
 

@@ -23,7 +23,7 @@ from trainer.models.cache import KVCache
 from trainer.models.decoder import Decoder
 from trainer.models.gpt2.block import Block
 from trainer.models.gpt2.spec import GPT2Spec
-from trainer.models.layers import Embedding, Factory, dropout, split_keys
+from trainer.models.layers import Embedding, Factory, LayerNorm, dropout, split_keys
 from trainer.models.model_functions import ModelFunctions, functions_of_module
 from trainer.models.stress import gpt2_block
 
@@ -42,18 +42,15 @@ class GPT2(Decoder):
     def __init__(self, spec: GPT2Spec, *, rngs: nnx.Rngs, **settings: Any) -> None:
         layers = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype, param_dtype = layers.compute_dtype, layers.param_dtype
+        self.compute_dtype = layers.compute_dtype
         self.wte = Embedding(
             spec.vocab_size,
-            spec.padded_vocab,
             spec.d_model,
             spec.init_std,
-            param_dtype,
-            rngs,
+            layers,
+            padded_rows=spec.padded_vocab,
         )
-        self.wpe = Embedding(
-            spec.context, spec.context, spec.d_model, spec.init_std, param_dtype, rngs
-        )
+        self.wpe = Embedding(spec.context, spec.d_model, spec.init_std, layers)
 
         # The block is a plain `Block`, unless the spec asks for stress tests of narrow
         # formats.
@@ -65,7 +62,7 @@ class GPT2(Decoder):
         self.h = make_blocks(
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
         )
-        self.ln_f = layers.layer_norm(spec.d_model, probes=("in", "out"))
+        self.ln_f = LayerNorm(spec.d_model, layers, probes=("in", "out"))
 
     @property
     def head_VxD(self) -> jax.Array:

@@ -34,6 +34,7 @@ from trainer.models.layers import (
     Embedding,
     Factory,
     Norm,
+    RMSNorm,
     copy_to_axis,
     maybe_remat,
 )
@@ -109,7 +110,7 @@ class Attention(nnx.Module):
                 (q_width, kv_width) if spec.qk_norm == "layer" else (self.head_dim,) * 2
             )
             self.q_norm, self.k_norm = (
-                layers.rms_norm(size, spec.norm_eps, tensor_axis=layers.tensor_axis)
+                RMSNorm(size, spec.norm_eps, layers, tensor_axis=layers.tensor_axis)
                 for size in sizes
             )
 
@@ -245,9 +246,9 @@ class Block(nnx.Module):
         # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
         # variance.
         residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
-        self.attn_norm = layers.rms_norm(spec.d_model, spec.norm_eps)
+        self.attn_norm = RMSNorm(spec.d_model, spec.norm_eps, layers)
         self.attn = Attention(spec, layers, residual_stddev)
-        self.mlp_norm = layers.rms_norm(spec.d_model, spec.norm_eps)
+        self.mlp_norm = RMSNorm(spec.d_model, spec.norm_eps, layers)
         self.mlp = MLP(spec, layers, residual_stddev)
         self.norms_after = spec.norms == "after"
 
@@ -300,14 +301,13 @@ class Llama(Decoder):
     def __init__(self, spec: LlamaSpec, *, rngs: nnx.Rngs, **settings: Any) -> None:
         layers = Factory("", rngs, **settings)
         self.spec = spec
-        self.compute_dtype, param_dtype = layers.compute_dtype, layers.param_dtype
+        self.compute_dtype = layers.compute_dtype
         self.wte = Embedding(
             spec.vocab_size,
-            spec.padded_vocab,
             spec.d_model,
             spec.init_std,
-            param_dtype,
-            rngs,
+            layers,
+            padded_rows=spec.padded_vocab,
         )
 
         def make_block(name: str, key: jax.Array) -> Block:
@@ -324,11 +324,15 @@ class Llama(Decoder):
         self.h = make_blocks(
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
         )
-        self.norm = layers.rms_norm(spec.d_model, spec.norm_eps, probes=("in", "out"))
+        self.norm = RMSNorm(spec.d_model, spec.norm_eps, layers, probes=("in", "out"))
         if not spec.tied:
-            sizes = spec.vocab_size, spec.padded_vocab, spec.d_model
             self.lm_head = Embedding(
-                *sizes, spec.init_std, param_dtype, rngs, kind="head"
+                spec.vocab_size,
+                spec.d_model,
+                spec.init_std,
+                layers,
+                padded_rows=spec.padded_vocab,
+                kind="head",
             )
 
     @property
