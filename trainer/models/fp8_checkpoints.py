@@ -96,8 +96,8 @@ def quantization_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {QUANTIZATION: settings}
 
 
-class Fp8Weights(NamedTuple):
-    """The FP8 weights of a checkpoint.
+class Fp8ScaleLayout(NamedTuple):
+    """Which FP8 weights of a checkpoint share a scale.
 
     Attributes:
       block: the numbers of rows and columns that share a scale; None: each row has a
@@ -107,8 +107,8 @@ class Fp8Weights(NamedTuple):
     block: tuple[int, int] | None
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> "Fp8Weights | None":
-        """Return the FP8 weights that a config.json describes; None: there are none.
+    def from_config(cls, config: Mapping[str, Any]) -> "Fp8ScaleLayout | None":
+        """Return the layout that a config.json describes; None: no weight is FP8.
 
         Raises:
           UserError: the weights are quantized in another way.

@@ -1,6 +1,7 @@
 """Parameters by the names of Hugging Face's tensors, in both directions."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,24 +9,80 @@ import jax
 import numpy as np
 
 from trainer.errors import UserError
-from trainer.models.fp8_checkpoints import Fp8Kernel
+from trainer.files import read_object
+from trainer.models.family import Spec
+from trainer.models.fp8_checkpoints import Fp8Kernel, Fp8ScaleLayout
 from trainer.models.model_functions import ModelFunctions, Params
 from trainer.models.roles import Role
-from trainer.models.weight_files import check_shape, missing_tensor
+from trainer.models.weight_files import (
+    check_shape,
+    check_sizes,
+    config_beside,
+    missing_tensor,
+    pop_tied_head,
+    read_tensors,
+    with_prefix,
+)
 
 
 class Layout(NamedTuple):
     """The differences of Hugging Face's tensors from parameters of unrolled layers.
 
     Attributes:
+      table: Hugging Face's name of the token table.
+      roots: starts of names from which a file may leave out `root_prefix`.
+      root_prefix: the prefix that these names have in full.
+      buffers: matches names of tensors that are no weights.
       names: our names of modules -> Hugging Face's, where they differ.
       prefix: the prefix of all names.
       transposed: whether Hugging Face's kernels are [out, in]; ours are [in, out].
     """
 
+    table: str
+    roots: tuple[str, ...]
+    root_prefix: str
+    buffers: re.Pattern[str]
     names: Mapping[str, str] = {}
     prefix: str = ""
     transposed: bool = False
+
+
+def load_params(
+    path: Path,
+    spec: Spec,
+    build: Callable[[Any], ModelFunctions],
+    layout: Layout,
+    *,
+    tied: bool,
+) -> Params:
+    """Return the parameters in a directory or file, each checked against the model's.
+
+    Args:
+      path: a directory, or one safetensors file.
+      spec: the model's spec, of the config.json beside the weights if there is one.
+      build: `Family.build`.
+      layout: of the family.
+      tied: whether a head in the files must be the table.
+
+    Raises:
+      UserError: missing or damaged files, or tensors that are missing, unknown or of
+        another shape.
+    """
+    config, scales = config_beside(path), None
+    if config.is_file():
+        scales = Fp8ScaleLayout.from_config(read_object(config))
+        check_sizes(path, spec.architecture())
+    named = with_prefix(
+        path, read_tensors(path, scales), layout.root_prefix, layout.roots
+    )
+    tensors = {
+        name: tensor
+        for name, tensor in named.items()
+        if not layout.buffers.fullmatch(name)
+    }
+    if tied:
+        pop_tied_head(path, tensors, layout.table)
+    return to_params(path, tensors, build(spec), layout)
 
 
 def named_leaves(
@@ -35,9 +92,11 @@ def named_leaves(
 
     `h.0.ln_1.scale` is `h.0.ln_1.weight`.
     """
-    roles = jax.tree.leaves(model.roles)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for role, (path, leaf) in zip(roles, leaves, strict=True):
+    # An FP8 kernel is one leaf beside its role.
+    leaves = jax.tree.map(lambda role, leaf: (role, leaf), model.roles, params)
+    for path, (role, leaf) in jax.tree_util.tree_leaves_with_path(
+        leaves, is_leaf=lambda node: isinstance(node, tuple)
+    ):
         *modules, leaf_name = (entry.key for entry in path)
         parts = [layout.names.get(module, str(module)) for module in modules]
         parts.append("bias" if leaf_name == "bias" else "weight")

@@ -23,7 +23,7 @@ from trainer.files import (
     read_object,
     write_atomically,
 )
-from trainer.models.fp8_checkpoints import DTYPES, Fp8Weights
+from trainer.models.fp8_checkpoints import DTYPES, Fp8ScaleLayout
 from trainer.models.other_formats import check_format, check_tensor_names
 
 CONFIG, INDEX, SINGLE = (
@@ -48,7 +48,9 @@ def config_beside(path: Path) -> Path:
     return directory_of(path) / CONFIG
 
 
-def read_tensors(path: Path, fp8: Fp8Weights | None = None) -> dict[str, np.ndarray]:
+def read_tensors(
+    path: Path, fp8: Fp8ScaleLayout | None = None
+) -> dict[str, np.ndarray]:
     """Return all tensors of a directory or of one safetensors file, by name.
 
     Args:

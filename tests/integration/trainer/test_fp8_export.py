@@ -19,12 +19,11 @@ from trainer.assembly.saved_model import restore_training
 from trainer.cli.commands import run
 from trainer.errors import UserError
 from trainer.model import Model
-from trainer.models.gpt2.huggingface import PREFIX
+from trainer.models.gpt2.huggingface import LAYOUT
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.huggingface import save
 from trainer.models.llama.huggingface import layout_of
 from trainer.models.llama.spec import LlamaSpec
-from trainer.models.named_weights import Layout
 from trainer.precision.arrays import store_weights
 
 SAVED = Path(__file__).parents[2] / "data" / "saved_by_7ef3f38" / "flagship"
@@ -44,7 +43,7 @@ def tokens_of(spec):
 def layout(spec):
     if isinstance(spec, LlamaSpec):
         return layout_of(spec)
-    return Layout(prefix=PREFIX)
+    return LAYOUT
 
 
 def trained_logits(model, params, scaling):

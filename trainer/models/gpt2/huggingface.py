@@ -10,25 +10,15 @@ Legend: D model, V vocabulary.
 import re
 from pathlib import Path
 
-import numpy as np
-
 from trainer.errors import UserError
 from trainer.files import read_object
 from trainer.models.config_values import check_unquantized
-from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
+from trainer.models.fp8_checkpoints import Fp8ScaleLayout, quantization_of
 from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.model_functions import Params
-from trainer.models.named_weights import Layout, to_params, to_tensors
-from trainer.models.weight_files import (
-    check_sizes,
-    config_beside,
-    pop_tied_head,
-    read_tensors,
-    with_prefix,
-    write_object,
-    write_tensors,
-)
+from trainer.models.named_weights import Layout, load_params, to_tensors
+from trainer.models.weight_files import config_beside, write_object, write_tensors
 
 # The valid values of keys that a config.json may have. With other values this model
 # would not compute the same function.
@@ -45,8 +35,13 @@ REQUIRED = {
 # Causal masks in old files are not weights.
 BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
-TABLE = "transformer.wte.weight"
-ROOTS = ("wte.", "wpe.", "h.", "ln_f.")
+LAYOUT = Layout(
+    table="transformer.wte.weight",
+    roots=("wte.", "wpe.", "h.", "ln_f."),
+    root_prefix=PREFIX,
+    buffers=BUFFERS,
+    prefix=PREFIX,
+)
 
 
 def load_gpt2(
@@ -69,11 +64,8 @@ def load_gpt2(
     """
     path = Path(path)
     file = config_beside(path)
-    fp8 = None
     if file.is_file():
         spec = read_spec(file)
-        fp8 = Fp8Weights.of_config(read_object(file))
-        check_sizes(path, spec.architecture())
     elif spec is None:
         raise UserError(
             f"{path}: no config.json tells the number of heads; put it beside the"
@@ -82,8 +74,7 @@ def load_gpt2(
     else:
         # Only the sizes are the given spec's: Hugging Face's GPT-2 always has gelu.
         spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
-    tensors = named_tensors(path, fp8)
-    return spec, to_params(path, tensors, build_functions(spec), Layout(prefix=PREFIX))
+    return spec, load_params(path, spec, build_functions, LAYOUT, tied=True)
 
 
 def read_spec(file: Path) -> GPT2Spec:
@@ -95,21 +86,11 @@ def read_spec(file: Path) -> GPT2Spec:
                 f"{file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}"
             )
     try:
-        Fp8Weights.of_config(config)  # raises for other quantizations
+        Fp8ScaleLayout.from_config(config)  # raises for other quantizations
         check_unquantized(config)
         return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-
-
-def named_tensors(path: Path, fp8: Fp8Weights | None) -> dict[str, np.ndarray]:
-    """Return all weights under `path` by their name with the prefix."""
-    named = with_prefix(path, read_tensors(path, fp8), PREFIX, ROOTS)
-    tensors = {
-        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
-    }
-    pop_tied_head(path, tensors, TABLE)
-    return tensors
 
 
 def save_gpt2(
@@ -135,7 +116,7 @@ def save_gpt2(
             " be exported"
         )
     directory = Path(directory)
-    tensors = to_tensors(build_functions(spec), params, Layout(prefix=PREFIX))
+    tensors = to_tensors(build_functions(spec), params, LAYOUT)
     files = write_tensors(directory, tensors)
     config = {
         "architectures": ["GPT2LMHeadModel"],
@@ -153,7 +134,7 @@ def save_gpt2(
         "resid_pdrop": spec.dropout,
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
-        "torch_dtype": str(tensors[TABLE].dtype),
+        "torch_dtype": str(tensors[LAYOUT.table].dtype),
         "bos_token_id": eot,
         "eos_token_id": eot,
         **quantization_of(tensors),

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.errors import UserError
 from trainer.models.config_values import (
@@ -12,11 +12,14 @@ from trainer.models.config_values import (
     number,
     whole_number,
 )
-from trainer.models.fp8_checkpoints import Fp8Weights
+from trainer.models.fp8_checkpoints import Fp8ScaleLayout
 from trainer.models.llama.rope import rope_of, rope_to_config
 
 if TYPE_CHECKING:
     from trainer.models.llama.spec import LlamaSpec
+
+
+Window = Literal["none", "all", "switched", "switched_after_first_layers"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,9 @@ class ConfigFormat:
       defaults: transformers' defaults of keys that a file may leave out.
       modules: our names of modules -> their names in the weights, where these differ
         from Llama's.
+      window: the layers with a sliding window: none; all of them, which is supported
+        ("all"); or, where use_sliding_window is true, all of them ("switched") or those
+        after the first max_window_layers.
     """
 
     model_type: str
@@ -38,6 +44,12 @@ class ConfigFormat:
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    window: Window = "none"
+
+    @property
+    def has_window_switch(self) -> bool:
+        """Return whether use_sliding_window decides if there are windows."""
+        return self.window.startswith("switched")
 
 
 # Required integers of a config.json -> their names in LlamaSpec.
@@ -50,10 +62,10 @@ SIZES = {
 }
 
 
-def fields_of(
+def fields_from_config(
     file_config: Mapping[str, Any], config_format: ConfigFormat
 ) -> dict[str, Any]:
-    """Return the fields of `LlamaSpec` of a config.json; see `LlamaSpec.of_config`."""
+    """Return LlamaSpec's fields of a config.json; see `LlamaSpec.from_config`."""
     defaults = dict(config_format.defaults)
     # `rope_of` applies this default, as rope_theta may also be in rope_parameters.
     default_theta = defaults.pop("rope_theta", 10_000.0)
@@ -65,12 +77,10 @@ def fields_of(
         "is_causal": True,
         **config_format.fixed,
     }
-    # `check_layers` refuses it, unless no layer has the window.
-    required.pop("use_sliding_window", None)
     for key, valid in required.items():
         if config.get(key, valid) != valid:
             raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
-    Fp8Weights.of_config(config)  # raises for other quantizations
+    Fp8ScaleLayout.from_config(config)  # raises for other quantizations
     check_unquantized(config)
     architecture = config_format.architecture
     # A tied checkpoint may be saved without its head, as `LlamaModel`.
@@ -113,9 +123,7 @@ def check_layers(
             raise UserError(
                 f"layer_types: expected a list of num_hidden_layers={layers} entries"
             )
-        # A Mistral may have a window in all layers; other families have none.
-        is_mistral = config_format.model_type == "mistral"
-        is_sliding = is_mistral and "sliding_attention" in kinds
+        is_sliding = config_format.window == "all" and "sliding_attention" in kinds
         supported = "sliding_attention" if is_sliding else "full_attention"
         unsupported = {*map(str, kinds)} - {supported}
         if unsupported:
@@ -124,11 +132,9 @@ def check_layers(
                 f" weights whose layers are all {supported!r}"
             )
         return
-    # Only families that fix use_sliding_window=false refuse a window.
-    if config.get("use_sliding_window") and "use_sliding_window" in config_format.fixed:
+    if config_format.has_window_switch and config.get("use_sliding_window"):
         window, full_attention_layers = config.get("sliding_window"), 0
-        if "max_window_layers" in config_format.defaults:
-            # The first `max_window_layers` layers have no window.
+        if config_format.window == "switched_after_first_layers":
             full_attention_layers = int(number(config, "max_window_layers"))
         if window is not None and full_attention_layers < layers:
             window_layers = layers - full_attention_layers
@@ -139,14 +145,15 @@ def check_layers(
             )
 
 
-def config_of(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:
+def config_from_spec(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:
     """Return the content of config.json for weights of `dtype`.
 
     `eot` is the end-of-text id, which starts and ends documents, or None.
     """
+    no_window = {"use_sliding_window": False}
     return {
-        "architectures": [spec.config_json.architecture],
-        "model_type": spec.config_json.model_type,
+        "architectures": [spec.config_format.architecture],
+        "model_type": spec.config_format.model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
         "intermediate_size": spec.mlp_width,
@@ -159,7 +166,8 @@ def config_of(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str, Any]:
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
         "rope_scaling": rope_to_config(spec.rope_scaling),
-        **spec.config_json.fixed,
+        **spec.config_format.fixed,
+        **(no_window if spec.config_format.has_window_switch else {}),
         **spec.extra_config(),
         "tie_word_embeddings": spec.tied,
         "torch_dtype": dtype,

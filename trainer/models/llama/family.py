@@ -32,7 +32,7 @@ def make_family(cls: type[LlamaSpec]) -> Family:
         return load_llama(source, cls)
 
     return Family(
-        name=cls.config_json.model_type,
+        name=cls.config_format.model_type,
         parts=(
             "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
             "q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj", "gate_proj",

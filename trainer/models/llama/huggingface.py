@@ -11,19 +11,15 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.models.fp8_checkpoints import Fp8Weights, quantization_of
-from trainer.models.llama.config_json import config_of
+from trainer.models.fp8_checkpoints import quantization_of
+from trainer.models.llama.config_json import config_from_spec
 from trainer.models.llama.model import build_functions
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.model_functions import Params
-from trainer.models.named_weights import Layout, to_params, to_tensors
+from trainer.models.named_weights import Layout, load_params, to_tensors
 from trainer.models.weight_files import (
     SHARD_BYTES,
-    check_sizes,
     config_beside,
-    pop_tied_head,
-    read_tensors,
-    with_prefix,
     write_object,
     write_tensors,
 )
@@ -36,7 +32,6 @@ MODULES = {
     "attn": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
-ROOTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 TABLE = "model.embed_tokens.weight"
 # Tensors of rotary positions in files of earlier transformers are not weights.
 BUFFERS = re.compile(
@@ -64,16 +59,8 @@ def load_llama(
     """
     path = Path(path)
     spec = read_spec(config_beside(path), cls)
-    sizes = ("n_layer", "d_model", "vocab_size", "d_mlp", "head_dim")
-    check_sizes(path, {name: getattr(spec, name) for name in sizes})
-    fp8 = Fp8Weights.of_config(read_object(config_beside(path)))
-    named = with_prefix(path, read_tensors(path, fp8), "model.", ROOTS)
-    tensors = {
-        name: tensor for name, tensor in named.items() if not BUFFERS.fullmatch(name)
-    }
-    if spec.tied:
-        pop_tied_head(path, tensors, TABLE)
-    return spec, to_params(path, tensors, build_functions(spec), layout_of(spec))
+    params = load_params(path, spec, build_functions, layout_of(spec), tied=spec.tied)
+    return spec, params
 
 
 def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
@@ -85,14 +72,21 @@ def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
         )
     config = read_object(file)
     try:
-        return cls.of_config(config)
+        return cls.from_config(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
 def layout_of(spec: LlamaSpec) -> Layout:
     """Return the layout of the weights of a family that is Llama or nearly so."""
-    return Layout({**MODULES, **spec.config_json.modules}, transposed=True)
+    return Layout(
+        table=TABLE,
+        roots=("embed_tokens.", "layers.", "norm.", "rotary_emb."),
+        root_prefix="model.",
+        buffers=BUFFERS,
+        names={**MODULES, **spec.config_format.modules},
+        transposed=True,
+    )
 
 
 def save_llama(
@@ -121,6 +115,6 @@ def save_llama(
     tensors = to_tensors(build_functions(spec), params, layout_of(spec))
     directory = Path(directory)
     files = write_tensors(directory, tensors, shard_bytes)
-    config = config_of(spec, str(tensors[TABLE].dtype), eot)
+    config = config_from_spec(spec, str(tensors[TABLE].dtype), eot)
     write_object(directory / "config.json", config | quantization_of(tensors))
     return files

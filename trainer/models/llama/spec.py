@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
 from trainer.models.choices import EQUIVALENT_MLPS, REMATS
-from trainer.models.llama.config_json import ConfigFormat, fields_of
+from trainer.models.llama.config_json import ConfigFormat, fields_from_config
 from trainer.models.llama.rope import RopeScaling
 
 CHECKPOINT_FIELDS = (
@@ -53,14 +53,14 @@ class LlamaSpec:
       align_gain: as in GPT2Spec.
 
     Families that are nearly Llama inherit from it, and override these class variables:
-      config_json: the format of their config.json.
+      config_format: the format of their config.json.
       qkv_bias: whether queries, keys and values have biases.
       qk_norm: normalization of queries and keys before they are rotated: of each
         "head" alone, or of all heads of the "layer" together; None: there is none.
       norms: "before" the branches, or "after" them.
     """
 
-    config_json: ClassVar[ConfigFormat] = ConfigFormat(
+    config_format: ClassVar[ConfigFormat] = ConfigFormat(
         "llama",
         "LlamaForCausalLM",
         {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -157,18 +157,20 @@ class LlamaSpec:
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
-        fields = dataclasses.asdict(cls.of_config(config))
+        fields = dataclasses.asdict(cls.from_config(config))
         return {name: fields[name] for name in cls.checkpoint_fields()}
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Return the spec of a config.json, with transformers' defaults.
 
         Raises:
           UserError: a key is missing or damaged, or the model is a variant that is not
             implemented.
         """
-        return cls(**fields_of(config, cls.config_json), **cls.extra_fields(config))
+        return cls(
+            **fields_from_config(config, cls.config_format), **cls.extra_fields(config)
+        )
 
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

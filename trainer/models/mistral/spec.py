@@ -20,7 +20,7 @@ class MistralSpec(LlamaSpec):
       window: the number of keys that a query sees, its own included; None: all.
     """
 
-    config_json = ConfigFormat(
+    config_format = ConfigFormat(
         "mistral",
         "MistralForCausalLM",
         {"hidden_act": "silu"},
@@ -29,6 +29,7 @@ class MistralSpec(LlamaSpec):
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
         },
+        window="all",
     )
 
     window: Positive | None = None
@@ -46,7 +47,7 @@ class MistralSpec(LlamaSpec):
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
-        defaults = cls.config_json.defaults
+        defaults = cls.config_format.defaults
         # `check_layers` has checked that all layers are of one kind.
         kinds = config.get("layer_types") or ["sliding_attention"]
         config = {**defaults, **config}

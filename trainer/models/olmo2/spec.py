@@ -13,7 +13,7 @@ class Olmo2Spec(LlamaSpec):
     OLMo Team 2024, "2 OLMo 2 Furious" (arXiv 2501.00656).
     """
 
-    config_json = ConfigFormat(
+    config_format = ConfigFormat(
         "olmo2",
         "Olmo2ForCausalLM",
         {"hidden_act": "silu", "attention_bias": False},

@@ -13,15 +13,16 @@ class Qwen2Spec(LlamaSpec):
     Qwen Team 2024, "Qwen2.5 technical report" (arXiv 2412.15115).
     """
 
-    config_json = ConfigFormat(
+    config_format = ConfigFormat(
         "qwen2",
         "Qwen2ForCausalLM",
-        {"hidden_act": "silu", "use_sliding_window": False},
+        {"hidden_act": "silu"},
         {
             "num_key_value_heads": 32,
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
             "max_window_layers": 28,
         },
+        window="switched_after_first_layers",
     )
     qkv_bias = True

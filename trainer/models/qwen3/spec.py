@@ -13,10 +13,10 @@ class Qwen3Spec(LlamaSpec):
     Qwen Team 2025, "Qwen3 technical report" (arXiv 2505.09388).
     """
 
-    config_json = ConfigFormat(
+    config_format = ConfigFormat(
         "qwen3",
         "Qwen3ForCausalLM",
-        {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        {"hidden_act": "silu", "attention_bias": False},
         {
             "head_dim": 128,
             "num_key_value_heads": 32,
@@ -24,5 +24,6 @@ class Qwen3Spec(LlamaSpec):
             "sliding_window": 4096,
             "max_window_layers": 28,
         },
+        window="switched_after_first_layers",
     )
     qk_norm = "head"

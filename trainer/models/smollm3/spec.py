@@ -23,14 +23,13 @@ class SmolLM3Spec(LlamaSpec):
         them.
     """
 
-    config_json = ConfigFormat(
+    config_format = ConfigFormat(
         "smollm3",
         "SmolLM3ForCausalLM",
         {
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
-            "use_sliding_window": False,
         },
         {
             "no_rope_layer_interval": 4,
@@ -39,6 +38,7 @@ class SmolLM3Spec(LlamaSpec):
             "tie_word_embeddings": True,
             "rope_theta": 2_000_000.0,
         },
+        window="switched",
     )
 
     unrotated_every: Natural = 4
@@ -59,7 +59,7 @@ class SmolLM3Spec(LlamaSpec):
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`; only every n-th layer may lack rotary positions."""
-        config = {**cls.config_json.defaults, **config}
+        config = {**cls.config_format.defaults, **config}
         layers = whole_number(config, "num_hidden_layers")
         # Despite the key's name, 1 stands for a layer with rotary positions.
         flags = config.get("no_rope_layers")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.errors import UserError
-from trainer.models.fp8_checkpoints import Fp8Weights
+from trainer.models.fp8_checkpoints import Fp8ScaleLayout
 
 NAME = "model.layers.0.self_attn.q_proj."
 SHAPE = (24, 40)
@@ -34,7 +34,7 @@ def widened(settings, suffix, scale):
     tensors |= {f"{NAME}input_scale": norm, f"{NAME}activation_scale": norm}
     if scale is not None:
         tensors[NAME + suffix] = np.asarray(scale, np.float32)
-    fp8 = Fp8Weights.of_config({"quantization_config": settings})
+    fp8 = Fp8ScaleLayout.from_config({"quantization_config": settings})
     wide = fp8.widen(Path("model"), tensors)
     assert wide.keys() == {f"{NAME}weight", "norm.weight"}
     assert wide["norm.weight"] is norm
@@ -88,7 +88,7 @@ def test_scales_and_quantizations_that_do_not_fit_are_refused(settings, scale, w
 def test_a_block_may_be_larger_than_the_weight_and_takes_no_memory(tmp_path):
     narrow = np.full((4, 6), 2, ml_dtypes.float8_e4m3fn)
     scale = np.array([[1.0, 3.0]], np.float32)
-    weights = Fp8Weights((1 << 70, 3))
+    weights = Fp8ScaleLayout((1 << 70, 3))
     tensors = {"a.weight": narrow, "a.weight_scale": scale}
     (wide,) = weights.widen(tmp_path, tensors).values()
     np.testing.assert_array_equal(wide, [[2, 2, 2, 6, 6, 6]] * 4)

@@ -81,15 +81,15 @@ def test_a_window_in_no_layer_is_none(tmp_path, name, config):
 def test_layers_of_one_kind_have_all_a_window_or_none():
     """transformers and vLLM take the list of layers for a Mistral, too."""
     config = config_of("mistral_window")
-    assert MistralSpec.of_config(config).window
+    assert MistralSpec.from_config(config).window
     layers = ["full_attention"] * config["num_hidden_layers"]
-    assert MistralSpec.of_config({**config, "layer_types": layers}).window is None
+    assert MistralSpec.from_config({**config, "layer_types": layers}).window is None
     layers = ["sliding_attention"] * config["num_hidden_layers"]
-    spec = MistralSpec.of_config({**config, "layer_types": layers})
-    assert spec == MistralSpec.of_config(config)
+    spec = MistralSpec.from_config({**config, "layer_types": layers})
+    assert spec == MistralSpec.from_config(config)
     layers[0] = "full_attention"
     with pytest.raises(UserError, match="whose layers are all 'sliding_attention'"):
-        MistralSpec.of_config({**config, "layer_types": layers})
+        MistralSpec.from_config({**config, "layer_types": layers})
 
 
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
