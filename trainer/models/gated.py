@@ -1,5 +1,6 @@
-"""Smooth SwiGLU, against the outliers that SwiGLU makes for narrow formats.
+"""The gated MLP of all families, and smooth SwiGLU.
 
+Smooth SwiGLU is against the outliers that SwiGLU makes for narrow formats.
 Training aligns the gate and up columns of some channels. Their product is then nearly
 the square of one branch: an outlier, which costs all other channels of the tensor
 precision, because they share its scale.
@@ -9,12 +10,17 @@ Legend: N tokens, D model, F MLP.
 Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
 """
 
+import functools
+from typing import Any, ClassVar
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from scalify_core.numerics.formats import pow2_round
 from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
+from trainer.models.layers import Factory, Norm, copy_to_axis, maybe_remat
 
 DIVISOR_RANGE = 2.0**-14, 2.0**14  # FP16 has these and their inverses
 
@@ -25,8 +31,8 @@ def smooth_swiglu(
     """Return `swiglu` with each channel divided by a power of two, and the divisors.
 
     A channel's divisor brings the linear branch's amax over the batch near
-    `target_amax`, a power of two. Divisors are `[F]`. The caller multiplies the rows of
-    the next kernel by them before it quantizes the kernel.
+    `target_amax`, a power of two. Divisors are `[F]`. The next kernel's
+    rows are multiplied by the divisors, so the layer computes the same function.
 
     Under `scalify` an amax is that of a scaled array's data, without its scale:
     divisors are near 1, and the static scales of hidden channels and kernel stay valid.
@@ -38,3 +44,62 @@ def smooth_swiglu(
     hidden_NxF = swiglu(gate_NxF, linear_NxF)
     hidden_NxF *= (1 / divisor_F)[None].astype(hidden_NxF.dtype)
     return hidden_NxF, divisor_F
+
+
+class GatedMLP(nnx.Module):
+    """D -> F twice, silu(gate) * linear, F -> D, of the normalized input.
+
+    With `mlp=smooth_swiglu` of the spec, by `smooth_swiglu`: the same function of the
+    same parameters. A family names the layers, and may move powers of two from data
+    into scales.
+
+    Reference: Shazeer 2020, "GLU variants improve transformer".
+    """
+
+    names: ClassVar[tuple[str, str, str]]  # of the gate, linear and output layer
+    bias: ClassVar[bool]
+    hidden_amax: ClassVar[float] = 1.0
+
+    def __init__(self, spec: Any, layers: Factory, residual_stddev: float) -> None:
+        self.tensor_axis = layers.tensor_axis
+        self.recompute = spec.remat == "elementwise"
+        self.smooth = spec.mlp == "smooth_swiglu"
+        make = functools.partial(layers.linear, gated=True, bias=self.bias)
+        *branches, output = self.names
+        for name in branches:
+            layer = make(
+                f"mlp.{name}", spec.d_model, spec.mlp_width, spec.init_std, "column"
+            )
+            setattr(self, name, layer)
+        layer = make(
+            f"mlp.{output}",
+            spec.mlp_width,
+            spec.d_model,
+            residual_stddev,
+            "row",
+            scaled_rows=self.smooth,
+        )
+        setattr(self, output, layer)
+
+    def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
+        branches = maybe_remat(
+            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
+            self.recompute,
+        )(x_NxD)
+        return maybe_remat(self.project_down, self.recompute)(branches)
+
+    def branches(self, x_NxD: jax.Array) -> list[jax.Array]:
+        """Return gate and linear branch, `[N, F]` each."""
+        return [getattr(self, name)(x_NxD) for name in self.names[:2]]
+
+    def rebalance_hidden(self, hidden_NxF: jax.Array) -> jax.Array:
+        """Return the hidden channels, as their next matmul gets them."""
+        return hidden_NxF
+
+    def project_down(self, branches: list[jax.Array]) -> jax.Array:
+        """Apply SwiGLU and the last matmul."""
+        output = getattr(self, self.names[2])
+        if not self.smooth:
+            return output(self.rebalance_hidden(swiglu(*branches)))
+        hidden_NxF, divisor_F = smooth_swiglu(*branches, target_amax=self.hidden_amax)
+        return output(self.rebalance_hidden(hidden_NxF), factor=divisor_F[:, None])

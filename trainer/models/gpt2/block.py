@@ -3,7 +3,6 @@
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim.
 """
 
-import functools
 import math
 from typing import ClassVar
 
@@ -11,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core.ops.functional import gelu, materialized, swiglu
+from scalify_core.ops.functional import gelu, materialized
 from scalify_core.static import dynamic_rescale_rms_grad
 from trainer.models.cache import KVCache, cached_attention, extend_cache
-from trainer.models.gated import smooth_swiglu
+from trainer.models.gated import GatedMLP
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import (
     Factory,
@@ -127,58 +126,11 @@ class GeluMLP(nnx.Module):
         return self.c_proj(gelu(hidden_NxF, self.c_fc.bias[...]))
 
 
-class SwigluMLP(nnx.Module):
-    """D -> F twice, silu(gate) * linear, F -> D.
+class SwigluMLP(GatedMLP):
+    """GPT-2's `GatedMLP`."""
 
-    Reference: Shazeer 2020, "GLU variants improve transformer".
-    """
-
-    scaled_rows: ClassVar[bool] = False  # the last kernel's `Role.scaled_rows`
-
-    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
-        self.tensor_axis = layers.tensor_axis
-        self.recompute = spec.remat == "elementwise"
-        linear = functools.partial(layers.linear, gated=True)
-        self.c_gate = linear(
-            "mlp.c_gate", spec.d_model, spec.mlp_width, spec.init_std, "column"
-        )
-        self.c_fc = linear(
-            "mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column"
-        )
-        self.c_proj = linear(
-            "mlp.c_proj",
-            spec.mlp_width,
-            spec.d_model,
-            residual_stddev,
-            "row",
-            scaled_rows=self.scaled_rows,
-        )
-
-    def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = maybe_remat(
-            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
-            self.recompute,
-        )(x_NxD)
-        return maybe_remat(self.project_down, self.recompute)(branches)
-
-    def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return gate and linear branch, `[N, F]` each."""
-        return self.c_gate(x_NxD), self.c_fc(x_NxD)
-
-    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Apply SwiGLU and the last matmul."""
-        return self.c_proj(swiglu(*branches))
-
-
-class SmoothSwigluMLP(SwigluMLP):
-    """`SwigluMLP` with `gated.smooth_swiglu`: the same function and parameters."""
-
-    scaled_rows: ClassVar[bool] = True
-
-    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Apply smooth SwiGLU and the last matmul."""
-        hidden_NxF, divisor_F = smooth_swiglu(*branches)
-        return self.c_proj(hidden_NxF, factor=divisor_F[:, None])
+    names: ClassVar[tuple[str, str, str]] = ("c_gate", "c_fc", "c_proj")
+    bias: ClassVar[bool] = True
 
 
 class Block(nnx.Module):
@@ -196,8 +148,8 @@ class Block(nnx.Module):
         self.ln_1 = LayerNorm(spec.d_model, layers)
         self.attn = attention(spec, layers, residual_stddev)
         self.ln_2 = LayerNorm(spec.d_model, layers)
-        mlps = {"gelu": GeluMLP, "swiglu": SwigluMLP, "smooth_swiglu": SmoothSwigluMLP}
-        self.mlp = mlps[spec.mlp](spec, layers, residual_stddev)
+        mlp = GeluMLP if spec.mlp == "gelu" else SwigluMLP
+        self.mlp = mlp(spec, layers, residual_stddev)
 
     def __call__(
         self,

@@ -12,14 +12,13 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalify_core.ops.functional import embedding, materialized, rope, swiglu
+from scalify_core.ops.functional import embedding, materialized, rope
 from scalify_core.static import dynamic_rescale_rms_grad, rebalance, rebalance_grad
 from trainer.models.blocks import (
     LayerComm,
@@ -29,7 +28,7 @@ from trainer.models.blocks import (
 )
 from trainer.models.cache import KVCache, cached_attention, extend_cache
 from trainer.models.decoder import Decoder
-from trainer.models.gated import smooth_swiglu
+from trainer.models.gated import GatedMLP
 from trainer.models.layers import (
     Embedding,
     Factory,
@@ -185,56 +184,25 @@ class Attention(nnx.Module):
         return self.o_proj(out_BxTxHxK.reshape(len(x_NxD), -1)), cache
 
 
-class MLP(nnx.Module):
-    """D -> F twice, silu(gate) * up, F -> D, of the normalized input.
+class MLP(GatedMLP):
+    """Llama's `GatedMLP`."""
 
-    `smooth`: see `smooth_swiglu`.
-    """
+    names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    bias: ClassVar[bool] = False
+    hidden_amax: ClassVar[float] = HIDDEN_REBALANCE
 
-    def __init__(
-        self, spec: LlamaSpec, layers: Factory, residual_stddev: float
-    ) -> None:
-        self.tensor_axis = layers.tensor_axis
-        self.recompute = spec.remat == "elementwise"
-        self.smooth = spec.mlp == "smooth_swiglu"
-        linear = functools.partial(layers.linear, gated=True, bias=False)
-        self.gate_proj = linear(
-            "mlp.gate_proj", spec.d_model, spec.mlp_width, spec.init_std, "column"
-        )
-        self.up_proj = linear(
-            "mlp.up_proj", spec.d_model, spec.mlp_width, spec.init_std, "column"
-        )
-        self.down_proj = linear(
-            "mlp.down_proj",
-            spec.mlp_width,
-            spec.d_model,
-            residual_stddev,
-            "row",
-            scaled_rows=self.smooth,
-        )
+    def branches(self, x_NxD: jax.Array) -> list[jax.Array]:
+        """See `GatedMLP`."""
+        return [rebalance_grad(y, GRADIENT_REBALANCE) for y in super().branches(x_NxD)]
 
-    def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = maybe_remat(
-            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
-            self.recompute,
-        )(x_NxD)
-        return maybe_remat(self.project_down, self.recompute)(branches)
+    def rebalance_hidden(self, hidden_NxF: jax.Array) -> jax.Array:
+        """See `GatedMLP`."""
+        return rebalance(hidden_NxF, HIDDEN_REBALANCE)
 
-    def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return gate and linear branch, `[N, F]` each."""
-        gate_NxF, up_NxF = self.gate_proj(x_NxD), self.up_proj(x_NxD)
-        return rebalance_grad(gate_NxF, GRADIENT_REBALANCE), rebalance_grad(
-            up_NxF, GRADIENT_REBALANCE
-        )
 
-    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Apply SwiGLU and the last matmul."""
-        if not self.smooth:
-            return self.down_proj(rebalance(swiglu(*branches), HIDDEN_REBALANCE))
-        hidden_NxF, divisor_F = smooth_swiglu(*branches, target_amax=HIDDEN_REBALANCE)
-        return self.down_proj(
-            rebalance(hidden_NxF, HIDDEN_REBALANCE), factor=divisor_F[:, None]
-        )
+def identity(x: jax.Array) -> jax.Array:
+    """Return `x`."""
+    return x
 
 
 class Block(nnx.Module):
@@ -252,11 +220,15 @@ class Block(nnx.Module):
         self.mlp = MLP(spec, layers, residual_stddev)
         self.norms_after = spec.norms == "after"
 
-    def branch(self, fun: Callable, norm: Norm, x_NxD: jax.Array, *args: Any) -> Any:
-        """Return `fun(x, norm, *args)`, or `norm(fun(x, identity, *args))`."""
-        if not self.norms_after:
-            return fun(x_NxD, norm, *args)
-        return norm(fun(x_NxD, lambda x: x, *args))
+    def before_and_after(self, norm: Norm) -> tuple[Norm, Norm]:
+        """Return what a branch applies to its input, and the block to its output.
+
+        A branch gets the norm of its input as an argument, so that with
+        remat=elementwise norm and projection are recomputed together.
+        """
+        if self.norms_after:
+            return identity, norm
+        return norm, identity
 
     def __call__(
         self,
@@ -265,13 +237,13 @@ class Block(nnx.Module):
         segments_BxT: jax.Array | None,
         batch: int,
     ) -> jax.Array:
-        x_NxD += self.branch(
-            self.attn, self.attn_norm, x_NxD, rotation, segments_BxT, batch
-        )
+        before, after = self.before_and_after(self.attn_norm)
+        x_NxD += after(self.attn(x_NxD, before, rotation, segments_BxT, batch))
         # Otherwise XLA may fuse the cast to 16 bits into each consumer, and store `x`
         # in FP32.
         x_NxD = materialized(x_NxD)
-        return materialized(x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD))
+        before, after = self.before_and_after(self.mlp_norm)
+        return materialized(x_NxD + after(self.mlp(x_NxD, before)))
 
     def decode(
         self,
@@ -281,10 +253,11 @@ class Block(nnx.Module):
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
         """Return the output for tokens from `position` on, and the new cache."""
-        normalize = (lambda x: x) if self.norms_after else self.attn_norm
-        out_NxD, cache = self.attn.decode(x_NxD, normalize, rotation, cache, position)
-        x_NxD += self.attn_norm(out_NxD) if self.norms_after else out_NxD
-        return x_NxD + self.branch(self.mlp, self.mlp_norm, x_NxD), cache
+        before, after = self.before_and_after(self.attn_norm)
+        out_NxD, cache = self.attn.decode(x_NxD, before, rotation, cache, position)
+        x_NxD += after(out_NxD)
+        before, after = self.before_and_after(self.mlp_norm)
+        return x_NxD + after(self.mlp(x_NxD, before)), cache
 
 
 class Llama(Decoder):
