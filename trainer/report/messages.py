@@ -197,8 +197,8 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
     lines = [
         (
             f"DiLoCo: {settings.num_replicas} replicas{participants} exchange outer"
-            f" gradients in {settings.format} every {settings.sync_every} steps{parts}; outer"
-            f" learning rate {settings.lr:g}, momentum"
+            f" gradients in {settings.format} every {settings.sync_every} steps{parts};"
+            f" outer learning rate {settings.lr:g}, momentum"
             f" {settings.momentum:g}{', with error feedback' * settings.feedback}"
         ),
         (
