@@ -31,6 +31,7 @@ from trainer.parallel.layerwise import fsdp_layer_comm
 from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
+    OuterOptimizer,
     Storage,
     make_inner_step,
     make_sync,
@@ -230,9 +231,12 @@ class TrainTask(NamedTuple):
         return JittedAsStep(self, fun, settings)
 
     @property
-    def storage(self) -> Storage:
-        """The format of DiLoCo's residuals and momentum: that of the weights."""
-        return Storage(DTYPES[self.model.policy.weights], self.model.policy.scaled)
+    def outer_optimizer(self) -> OuterOptimizer:
+        """DiLoCo's optimizer. Its state is stored as the weights are."""
+        assert self.diloco is not None
+        policy = self.model.policy
+        storage = Storage(DTYPES[policy.weights], policy.scaled)
+        return OuterOptimizer(self.diloco, storage, self.trained_roles, policy.rounding)
 
     def with_replicas(self, state: TrainState) -> TrainState:
         """Return the state of this task's replicas before the first step, from that of
@@ -240,13 +244,13 @@ class TrainTask(NamedTuple):
         """
         if self.diloco is None:
             return state
-        return with_replicas(state, self.select_trained, self.diloco, self.storage)
+        return with_replicas(state, self.outer_optimizer)
 
     def convert_replicas(self, state: TrainState) -> TrainState:
         """Return a state for this task's replicas, from one of another DiLoCo run."""
-        assert self.diloco is not None
-        state = with_replica_count(state, self.diloco.num_replicas)
-        return with_outer_state(state, self.select_trained, self.diloco, self.storage)
+        outer = self.outer_optimizer
+        state = with_replica_count(state, outer.settings.num_replicas)
+        return with_outer_state(state, outer)
 
     @property
     def frozen_layers(self) -> frozenset[str]:
@@ -388,17 +392,8 @@ def lower_sync(
     task: TrainTask, fragment: int, state: TrainState | None = None
 ) -> jax.stages.Lowered:
     """Trace the sync of a DiLoCo fragment; see `make_sync`."""
-    assert task.diloco is not None
     like = _abstract_for_training(task, state)
-    sync = make_sync(
-        fragment,
-        task.mesh,
-        task.trained_roles,
-        task.diloco,
-        task.storage,
-        task.select_trained,
-        task.model.policy.rounding,
-    )
+    sync = make_sync(fragment, task.mesh, task.outer_optimizer)
     scalars = (jax.ShapeDtypeStruct((), dtype) for dtype in (np.int32, np.uint32))
     placed = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(sync, donate_argnums=0, out_shardings=placed).lower(like, *scalars)
@@ -429,6 +424,7 @@ def lower_step(
         amax=amax_over(task.mesh, comm.roles),
     )
     if task.diloco is not None:
+        assert like.diloco is not None
         step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(

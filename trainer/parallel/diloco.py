@@ -195,12 +195,12 @@ class SyncResult(NamedTuple):
     Attributes:
       means: FP32, the same on every device.
       residuals: FP32 [R, ...]: the rounding error if the replica participated, else its
-        whole outer gradient; empty without `feedback`.
+        whole outer gradient; None without `feedback`.
       scales: FP32 [tensors], the divisors of the tensors.
     """
 
     means: list[jax.Array]
-    residuals: list[jax.Array]
+    residuals: list[jax.Array | None]
     scales: jax.Array
 
 
@@ -263,7 +263,7 @@ def sync(
         tensor_indices[0],
     )
     means: list[jax.Array] = []
-    residuals: list[jax.Array] = []
+    residuals: list[jax.Array | None] = []
     start = 0
     for x, codes, scale in zip(tensors, sent, scales, strict=True):
         sent_values = decode(codes, fmt)
@@ -271,11 +271,13 @@ def sync(
         columns = slice(start, start + size)
         start += sent_values.shape[1]
         means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
+        residual = None
         if settings.feedback:
             # The replica's own rounding error is `x - sent_values * scale`. The mean's
             # error is nonzero only in this replica's piece.
             correction = mean_error[:, columns] - sent_values[:, :size]
-            residuals.append(x + correction.reshape(x.shape) * scale)
+            residual = x + correction.reshape(x.shape) * scale
+        residuals.append(residual)
     return SyncResult(means, residuals, scales)
 
 

@@ -25,6 +25,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from trainer.parallel.diloco import (
     REPLICA_STREAM,
     DiLoCoSettings,
+    SyncResult,
     fragments_of,
     sync,
 )
@@ -37,7 +38,7 @@ from trainer.parallel.mesh import (
 )
 from trainer.parallel.sharding import param_specs
 from trainer.step.state import Replicas, TrainState
-from trainer.step.state_tree import with_subtree
+from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
 
 OUTER_STREAM = 0x165667B1  # for the random bits that round the outer weights
@@ -54,6 +55,26 @@ class Storage(NamedTuple):
         if self.scaled:
             return as_scaled_array(x, scale, self.dtype)
         return x.astype(self.dtype)
+
+
+class OuterOptimizer(NamedTuple):
+    """The outer optimizer and the parameters that it updates.
+
+    Attributes:
+      settings: settings of the replicas and of the optimizer.
+      storage: storage of residuals and momentum.
+      roles: roles of the trained parameters, in nested dictionaries.
+      rounding: rounding of narrow outer weights.
+    """
+
+    settings: DiLoCoSettings
+    storage: Storage
+    roles: Any
+    rounding: weights.Rounding
+
+    def select_trained(self, params: Any) -> Any:
+        """Return the trained part of parameters, or of a tree like them."""
+        return subtree_like(params, self.roles)
 
 
 def select(accept: jax.Array, new: Any, old: Any) -> Any:
@@ -92,45 +113,37 @@ def replica_keys(key: jax.Array, count: int) -> jax.Array:
     return jnp.stack(keys)
 
 
-def with_replicas(
-    state: TrainState,
-    select_trained: Callable[[Any], Any],
-    settings: DiLoCoSettings,
-    storage: Storage,
-) -> TrainState:
+def with_replicas(state: TrainState, outer: OuterOptimizer) -> TrainState:
     """Return the initial state of replicas, from that of a run without DiLoCo.
 
     All replicas have its weights; their random keys differ.
     """
+    num_replicas = outer.settings.num_replicas
     opt_state, scaling = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (settings.num_replicas, *x.shape)),
+        lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
         (tree.pack(state.opt_state), state.scaling),
     )
     states = TrainState(
-        repeat_for_replicas(state.params, settings.num_replicas),
+        repeat_for_replicas(state.params, num_replicas),
         opt_state,
-        replica_keys(state.key, settings.num_replicas),
+        replica_keys(state.key, num_replicas),
         scaling,
     )
-    residuals, momentum = initial_outer_state(
-        select_trained(state.params), settings, storage
-    )
-    replicas = Replicas(states, residuals, momentum)
+    replicas = Replicas(states, *initial_outer_state(state.params, outer))
     return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
-def initial_outer_state(
-    params: Any, settings: DiLoCoSettings, storage: Storage
-) -> tuple[Any, Any]:
+def initial_outer_state(params: Any, outer: OuterOptimizer) -> tuple[Any, Any]:
     """Return the residuals and the outer momentum before the first sync.
 
     They are () if the run does not use them.
     """
-    # The scale that `diloco.shared_scales` gives to zeros.
+    settings, params = outer.settings, outer.select_trained(params)
+    # Zeros have no RMS to choose a scale by; a sync gives them this one, too.
     scale = jnp.float32(2.0**-126)
 
     def zeros(p: Any, *axes: int) -> Any:
-        return storage.quantize(jnp.zeros((*axes, *p.shape), jnp.float32), scale)
+        return outer.storage.quantize(jnp.zeros((*axes, *p.shape), jnp.float32), scale)
 
     residuals, momentum = (), ()
     if settings.feedback:
@@ -140,21 +153,15 @@ def initial_outer_state(
     return residuals, momentum
 
 
-def with_outer_state(
-    state: TrainState,
-    select_trained: Callable[[Any], Any],
-    settings: DiLoCoSettings,
-    storage: Storage,
-) -> TrainState:
-    """Return a state with the residuals and the momentum that `settings` need.
+def with_outer_state(state: TrainState, outer: OuterOptimizer) -> TrainState:
+    """Return a state with the residuals and the momentum that `outer` uses.
 
-    Missing ones start at zero, unused ones are dropped. The state must already have
-    `settings.num_replicas` replicas.
+    Missing ones start at zero, unused ones are dropped. The state must already have as
+    many replicas.
     """
-    replicas: Replicas = state.diloco
-    residuals, momentum = initial_outer_state(
-        select_trained(state.params), settings, storage
-    )
+    replicas = state.diloco
+    assert replicas is not None
+    residuals, momentum = initial_outer_state(state.params, outer)
     if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
         residuals = replicas.residuals
     if jax.tree.leaves(momentum) and jax.tree.leaves(replicas.momentum):
@@ -171,15 +178,15 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
     A new replica has the outer weights, the optimizer state of an old replica, a new
     random key and no residual. The last replicas are removed, with their residuals.
     """
-    replicas: Replicas = state.diloco
+    replicas = state.diloco
+    assert replicas is not None
     old_count = replicas.states.key.shape[0]
     new_indices = np.arange(count)
     old_indices = new_indices % old_count
     is_new = new_indices >= old_count
 
-    # Scalars are the scales of parameters, which all replicas share.
-
     def select_replicas(x: jax.Array) -> jax.Array:
+        # Scalars are the scales of parameters, which all replicas share.
         if x.ndim:
             return x[old_indices]
         return x
@@ -189,15 +196,12 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
             return x
         return jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
 
-    def new_params(x: jax.Array, outer: jax.Array) -> jax.Array:
-        if x.ndim:
-            return replace_new(x, outer[None])
-        return x
-
     states = jax.tree.map(select_replicas, replicas.states)
     states = dataclasses.replace(
         states,
-        params=jax.tree.map(new_params, states.params, state.params),
+        params=jax.tree.map(
+            lambda x, outer: replace_new(x, outer[None]), states.params, state.params
+        ),
         key=replica_keys(state.key, count),
     )
     residuals = jax.tree.map(
@@ -214,7 +218,7 @@ def with_rescaled_params(state: TrainState, params: Any) -> TrainState:
 
     `params` are the same weights at other scales.
     """
-    if not isinstance(state.diloco, Replicas):
+    if state.diloco is None:
         return dataclasses.replace(state, params=params)
     states = state.diloco.states
     states = dataclasses.replace(
@@ -229,7 +233,7 @@ def without_replicas(state: TrainState) -> TrainState:
     """Return the state of a run without replicas: the outer weights, with the first
     replica's optimizer state.
     """
-    if not isinstance(state.diloco, Replicas):
+    if state.diloco is None:
         return state
     moments = jax.tree.map(lambda x: x[0], state.diloco.states.opt_state)
     return TrainState(state.params, moments, state.key, state.scaling)
@@ -262,6 +266,7 @@ def make_inner_step(
         batch: Tokens,
         index: jax.Array,
         participates: jax.Array,
+        *,
         inputs: StepInputs,
     ) -> Any:
         replica_inputs = inputs._replace(
@@ -287,15 +292,13 @@ def make_inner_step(
             participating: jax.Array,
             inputs: StepInputs,
         ) -> Any:
-            def next_replica(_: None, replica: tuple[Any, ...]) -> tuple[None, Any]:
-                state, rows, index, participates = replica
-                return None, replica_step(state, rows, index, participates, inputs)
-
-            per_replica = (states, batch, indices, participating)
+            replicas = (states, batch, indices, participating)
             if len(indices) > 1:
-                return lax.scan(next_replica, None, per_replica)[1]
-            only_replica = jax.tree.map(lambda x: x[0], per_replica)
-            _, result = next_replica(None, only_replica)
+                return lax.map(
+                    lambda replica: replica_step(*replica, inputs=inputs), replicas
+                )
+            only_replica = jax.tree.map(lambda x: x[0], replicas)
+            result = replica_step(*only_replica, inputs=inputs)
             return jax.tree.map(lambda x: x[None], result)
 
         by_replica = PartitionSpec(REPLICA)
@@ -346,113 +349,139 @@ def sync_over(
     specs: list[PartitionSpec],
     settings: DiLoCoSettings,
     tensor_indices: Sequence[int],
-) -> Callable[..., tuple[list[jax.Array], list[jax.Array], jax.Array]]:
+) -> Callable[..., SyncResult]:
     """Return `diloco.sync` over a mesh: `(tensors, seed, step) -> SyncResult`.
 
     `specs` are those of the outer weights.
     """
     replica_specs = [PartitionSpec(REPLICA, *spec) for spec in specs]
-    residual_specs = replica_specs if settings.feedback else []
+    residual_specs = replica_specs if settings.feedback else [None] * len(specs)
     return over_devices(
-        lambda tensors, seed, step: tuple(
-            sync(tensors, settings, seed, step, tensor_indices)
-        ),
+        lambda tensors, seed, step: sync(tensors, settings, seed, step, tensor_indices),
         mesh,
         in_specs=(replica_specs, REPLICATED, REPLICATED),
-        out_specs=(specs, residual_specs, REPLICATED),
+        out_specs=SyncResult._make((specs, residual_specs, REPLICATED)),
     )
 
 
+def outer_update(
+    outer: OuterOptimizer,
+    accept: jax.Array,
+    mean: jax.Array,
+    new_residual: jax.Array | None,
+    scale: jax.Array,
+    residual: Any,
+    momentum: Any,
+) -> tuple[jax.Array, Any, Any]:
+    """Return the update of a tensor, and the residual and momentum to store.
+
+    Args:
+      outer: the optimizer.
+      accept: whether the means of all tensors are finite.
+      mean: the mean outer gradient, FP32.
+      new_residual: FP32 [K, ...]; None without feedback.
+      scale: the scale of the new residual.
+      residual: the stored residual, or None.
+      momentum: the stored momentum; None: the optimizer has none.
+    """
+    update, storage = mean, outer.storage
+    if momentum is not None:  # Nesterov
+        factor = outer.settings.momentum
+        velocity = factor * weights.wide(momentum) + mean
+        update = mean + factor * velocity
+        momentum = select(accept, storage.quantize(velocity), momentum)
+    if new_residual is not None:
+        stored = storage.quantize(new_residual, scale)
+        residual = select(accept, stored, zero_nonfinite(residual))
+    return update, residual, momentum
+
+
 def make_sync(
-    fragment: int,
-    mesh: Mesh,
-    roles: Any,
-    settings: DiLoCoSettings,
-    storage: Storage,
-    select_trained: Callable[[Any], Any],
-    rounding: weights.Rounding,
+    fragment: int, mesh: Mesh, outer: OuterOptimizer
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
-    """Return the sync of a fragment and the outer update: `(state, steps taken,
-    seed) -> state`.
+    """Return the sync of a fragment and the outer update: `(state, steps taken, seed)
+    -> state`.
 
     Args:
       fragment: index of the fragment.
       mesh: the device mesh.
-      roles: roles of the trained parameters, which determine their sharding.
-      settings: the settings.
-      storage: storage of residuals and momentum.
-      select_trained: selects the trained parameters.
-      rounding: rounding of narrow outer weights.
+      outer: the outer optimizer, and the parameters of which this is a fragment.
     """
+    settings = outer.settings
 
     def sync_fragment(
         state: TrainState, step: jax.Array, seed: jax.Array
     ) -> TrainState:
-        replicas: Replicas = state.diloco
-        outer = select_trained(state.params)
+        replicas = state.diloco
+        assert replicas is not None
         states = replicas.states
-        outer_leaves = tree.leaves(outer)
-        replica_leaves = tree.leaves(select_trained(states.params))
-        residuals = tree.leaves(replicas.residuals)
-        momenta = tree.leaves(replicas.momentum)
-        sizes = [p.size for p in outer_leaves]
+        params = outer.select_trained(state.params)
+        replica_params = outer.select_trained(states.params)
+        sizes = [p.size for p in tree.leaves(params)]
         tensor_indices = fragments_of(sizes, settings.fragments)[fragment]
+
+        def take(whole: Any) -> list[Any]:
+            # Residuals and momentum that the run does not use are ().
+            leaves = tree.leaves(whole) or [None] * len(sizes)
+            return [leaves[i] for i in tensor_indices]
+
+        def put(whole: Any, new: Sequence[Any]) -> Any:
+            leaves = tree.leaves(whole)
+            if not leaves:
+                return ()
+            for i, x in zip(tensor_indices, new, strict=True):
+                leaves[i] = x
+            return tree.structure_of(whole).unflatten(leaves)
+
         outer_gradients = []
-        for i in tensor_indices:
-            gradient = weights.wide(outer_leaves[i])[None]
-            gradient = gradient - weights.wide(replica_leaves[i])
-            if settings.feedback:
-                gradient = gradient + weights.wide(residuals[i])
+        for p, replica_p, residual in zip(
+            take(params), take(replica_params), take(replicas.residuals), strict=True
+        ):
+            gradient = weights.wide(p)[None] - weights.wide(replica_p)
+            if residual is not None:
+                gradient = gradient + weights.wide(residual)
             outer_gradients.append(gradient)
-        all_specs = jax.tree.leaves(param_specs(outer, mesh, roles))
-        means, new_residuals, scales = sync_over(
-            mesh, [all_specs[i] for i in tensor_indices], settings, tensor_indices
-        )(outer_gradients, seed, step)
+        specs = take(param_specs(params, mesh, outer.roles))
+        result = sync_over(mesh, specs, settings, tensor_indices)(
+            outer_gradients, seed, step
+        )
         # A mean that is not finite changes nothing: the replicas continue from the
         # outer weights, and keep their earlier residuals.
-        accept = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means]))
-        updates = []
-        for local_index, i in enumerate(tensor_indices):
-            update = means[local_index]
-            if settings.momentum:  # Nesterov
-                velocity = settings.momentum * weights.wide(momenta[i]) + update
-                update = update + settings.momentum * velocity
-                momenta[i] = select(accept, storage.quantize(velocity), momenta[i])
-            if settings.feedback:
-                residual = storage.quantize(
-                    new_residuals[local_index], scales[local_index]
-                )
-                residuals[i] = select(accept, residual, zero_nonfinite(residuals[i]))
-            updates.append(update)
-        new_leaves = weights.apply_updates(
-            [outer_leaves[i] for i in tensor_indices],
+        finite = [jnp.all(jnp.isfinite(mean)) for mean in result.means]
+        accept = jnp.all(jnp.stack(finite))
+        stored = take(replicas.residuals), take(replicas.momentum)
+        updates, residuals, momenta = zip(
+            *(
+                outer_update(outer, accept, *tensor)
+                for tensor in zip(*result, *stored, strict=True)
+            ),
+            strict=True,
+        )
+        new_params = weights.apply_updates(
+            take(params),
             [-settings.lr * update for update in updates],
-            rounding=rounding,
+            rounding=outer.rounding,
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
             leaf_indices=tensor_indices,
         )
-        for p, i in zip(new_leaves, tensor_indices, strict=True):
-            outer_leaves[i] = p
-            replica_leaves[i] = repeat_for_replicas(p, settings.num_replicas)
-        structure = jax.tree.structure(outer, is_leaf=is_scaled_array)
-
-        def build(leaves: list[Any]) -> Any:
-            if leaves:
-                return jax.tree.unflatten(structure, leaves)
-            return ()
-
+        new_replica_params = repeat_for_replicas(new_params, settings.num_replicas)
         states = dataclasses.replace(
-            states, params=with_subtree(states.params, build(replica_leaves))
+            states,
+            params=with_subtree(states.params, put(replica_params, new_replica_params)),
         )
         # `scaling` is for readers of the outer weights, such as an evaluation; each
         # replica keeps its own in `states`.
         return dataclasses.replace(
             state,
-            params=with_subtree(state.params, build(outer_leaves)),
+            params=with_subtree(state.params, put(params, new_params)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
-            diloco=Replicas(states, build(residuals), build(momenta)),
+            diloco=Replicas(
+                states,
+                put(replicas.residuals, residuals),
+                put(replicas.momentum, momenta),
+            ),
         )
 
     return sync_fragment
@@ -483,9 +512,11 @@ class DiLoCoStep:
         """Return the state after the step and its syncs, and the metrics.
         `inputs.step` is on the host.
         """
-        states, metrics = self.inner_step(state.diloco.states, batch, inputs)
+        replicas = state.diloco
+        assert replicas is not None
+        states, metrics = self.inner_step(replicas.states, batch, inputs)
         state = dataclasses.replace(
-            state, diloco=dataclasses.replace(state.diloco, states=states)
+            state, diloco=dataclasses.replace(replicas, states=states)
         )
         steps_taken = int(inputs.step) + 1
         for fragment in self.settings.due(steps_taken):

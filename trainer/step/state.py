@@ -15,7 +15,9 @@ from scalify_core import ScaledArray, tree
 from scalify_core.array.scaled_array import is_scaled_array
 from trainer.step.state_tree import first_nonfinite_leaf
 
-# Fields of `Replicas` whose arrays have a leading axis of replicas.
+# Fields of `Replicas` whose arrays have a leading axis of replicas. `parallel.sharding`
+# recognizes such arrays by these names in their paths: no other field of a state may
+# have one of them.
 REPLICA_FIELDS = ("states", "residuals")
 
 
@@ -53,7 +55,7 @@ class TrainState:
         applied updates. In training it is packed (`scalify_core.array.tree.Packed`).
       key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
-      diloco: `Replicas` of a run with DiLoCo, else ().
+      diloco: the replicas of a run with DiLoCo.
       kahan_compensation: the rounding error of the trained parameters, plain BF16
         arrays, with `precision.weights_rounding=kahan`; else ().
     """
@@ -62,7 +64,7 @@ class TrainState:
     opt_state: optax.OptState
     key: jax.Array
     scaling: Any = ()
-    diloco: Any = ()
+    diloco: Replicas | None = None
     kahan_compensation: Any = ()
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
 
     diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
     # The replicas' moments stay packed: their scales have a row for each replica.
-    if isinstance(diloco, Replicas):
+    if diloco is not None:
         diloco = dataclasses.replace(
             diloco,
             states=dataclasses.replace(
@@ -115,7 +117,9 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
             ),
         )
     return dataclasses.replace(
-        in_checkpoint_form(dataclasses.replace(state, opt_state=opt_state, diloco=())),
+        in_checkpoint_form(
+            dataclasses.replace(state, opt_state=opt_state, diloco=None)
+        ),
         diloco=diloco,
     )
 
@@ -125,7 +129,7 @@ def from_checkpoint_form(state: TrainState) -> TrainState:
     moments are one array.
     """
     diloco = state.diloco
-    if isinstance(diloco, Replicas):
+    if diloco is not None:
         static = tree.with_static_scales(diloco.states.params)
         diloco = dataclasses.replace(
             diloco, states=dataclasses.replace(diloco.states, params=static)
