@@ -118,7 +118,9 @@ class DiLoCoSettings(NamedTuple):
             step // self.sync_every + PARTICIPANT_STREAM,
             jnp.arange(self.num_replicas),
         )[:, 0]
-        return jnp.argsort(jnp.argsort(words)) < self.participants
+        # The place of each replica in the order of their random words.
+        rank = jnp.argsort(jnp.argsort(words))
+        return rank < self.participants
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -135,10 +137,8 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def shared_scales(
-    tensors: Sequence[jax.Array], fmt: FloatFormat, axes: Sequence[str]
-) -> jax.Array:
-    """Return the power of two that puts each tensor's amax over the mesh axes into the
+def shared_scales(tensors: Sequence[jax.Array], fmt: FloatFormat) -> jax.Array:
+    """Return the power of two that puts each tensor's amax over all devices into the
     top binade of a format, FP32 [tensors].
 
     Devices send one byte a tensor, the exponent. The scale is 2^-126 for zeros, and 1
@@ -150,7 +150,7 @@ def shared_scales(
     scales = jnp.where(jnp.isfinite(amax), top_binade_scale(amax, fmt), jnp.inf)
     exponents = lax.pmax(
         (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8),
-        tuple(axes),
+        (REPLICA, *STEP_AXES),
     )
     bits = exponents.astype(jnp.uint32) << 23
     return jnp.where(
@@ -210,9 +210,9 @@ def sync(
     seed: jax.Array,
     step: jax.Array,
     tensor_indices: Sequence[int],
-    axes: Sequence[str] = (REPLICA, *STEP_AXES),
 ) -> SyncResult:
-    """Return the mean over the participating replicas; inside `shard_map` over `axes`.
+    """Return the mean over the participating replicas; inside `shard_map` over all mesh
+    axes.
 
     Args:
       tensors: FP32 [R, ...] of this device's replicas.
@@ -223,7 +223,6 @@ def sync(
         tensor.
       tensor_indices: the index of each tensor among all trained tensors, so that
         fragments have different random bits.
-      axes: all mesh axes that hold parts of a tensor, REPLICA among them.
     """
     fmt = FORMATS[settings.format]
     local_replicas = settings.num_replicas // lax.axis_size(REPLICA)
@@ -238,7 +237,7 @@ def sync(
         return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
     contributions = [only_participating(x) for x in tensors]
-    scales = shared_scales(contributions, fmt, axes)
+    scales = shared_scales(contributions, fmt)
 
     def encode_tensor(tensor: int, x: jax.Array) -> jax.Array:
         flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
@@ -342,11 +341,6 @@ def mean_of_pieces(
     return all_means.reshape(-1), mean_error.reshape(local_replicas, -1)
 
 
-def bits_per_number(fmt: FloatFormat) -> int:
-    """Return the bits of a number in a format."""
-    return 1 + fmt.exponent_bits + fmt.mantissa_bits
-
-
 def bytes_of_sync(elements: int, tensors: int, settings: DiLoCoSettings) -> float:
     """Return the bytes that each of K replicas sends in a sync.
 
@@ -356,8 +350,8 @@ def bytes_of_sync(elements: int, tensors: int, settings: DiLoCoSettings) -> floa
       settings: the replicas and the format.
     """
     fmt = FORMATS[settings.format]
-    mean_fmt = MEAN_FORMATS[settings.format]
-    bits = bits_per_number(fmt) + bits_per_number(mean_fmt)
+    formats = fmt, MEAN_FORMATS[settings.format]
+    bits = sum(1 + f.exponent_bits + f.mantissa_bits for f in formats)
     # An all-reduce of one byte a tensor is a reduce-scatter and an all-gather.
     scales = 0 if fmt is FP32 else 2 * tensors
     replicas = settings.num_replicas

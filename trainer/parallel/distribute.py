@@ -45,11 +45,11 @@ from trainer.parallel.reduction import (
     mean_over_devices,
 )
 from trainer.parallel.sharding import (
+    array_specs,
+    data_specs,
     fsdp_axis,
     mesh_axes,
-    param_specs,
     partition_spec,
-    partition_specs,
 )
 from trainer.precision.gradients import ValueAndGrad
 from trainer.step.state import TrainState
@@ -259,7 +259,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
         batch: Tokens,
         keys_AxB: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
-        specs = param_specs(params, mesh, comm.roles)
+        specs = data_specs(params, mesh, comm.roles)
 
         def micro_gradient(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
@@ -294,7 +294,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
             # Parameters may be scaled arrays, whose scales have a spec too. Reduced
             # gradients are plain arrays.
             in_specs=(
-                partition_specs(params, mesh, comm.roles),
+                array_specs(params, mesh, comm.roles),
                 REPLICATED,
                 MICRO_BATCH_SPEC,
                 MICRO_BATCH_SPEC,
@@ -319,7 +319,7 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     def mean_loss(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        specs = param_specs(state.params, mesh, comm.roles)
+        specs = data_specs(state.params, mesh, comm.roles)
         axes = batch_axes(mesh)
         rows = PartitionSpec(axes)
 
@@ -335,7 +335,7 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
             on_device,
             mesh,
             in_specs=(
-                partition_specs(state.params, mesh, comm.roles),
+                array_specs(state.params, mesh, comm.roles),
                 REPLICATED,
                 rows,
                 rows,
@@ -384,7 +384,7 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
         return squared_norms_of_arrays
 
     def squared_norms(tree: Any) -> jax.Array:
-        specs = param_specs(tree, mesh, roles)
+        specs = data_specs(tree, mesh, roles)
 
         def on_device(tree: Any) -> jax.Array:
             sums = squared_norms_of_arrays(tree)

@@ -31,7 +31,7 @@ from trainer.parallel.distribute import (
     gather_narrow,
     reduce_array,
 )
-from trainer.parallel.sharding import param_specs
+from trainer.parallel.sharding import data_specs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def fsdp_layer_comm(
     params: Any, mesh: Mesh, comm: CommConfig, *, scaled: bool
 ) -> FsdpLayerComm:
     """Return the communication of a model's layers; `params` may be shapes."""
-    specs = param_specs(params, mesh, comm.roles)[BLOCKS]
+    specs = data_specs(params, mesh, comm.roles)[BLOCKS]
     roles = comm.roles[BLOCKS]
     leaves = tree_leaves_with_path(roles)
     arrays = {}

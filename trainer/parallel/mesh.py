@@ -46,7 +46,9 @@ class MeshSizes(NamedTuple):
         """Return the sizes with -1 replaced; raise UserError if they do not fit."""
         known = math.prod(size for size in self if size != -1)
         sizes = MeshSizes(*(devices // known if size == -1 else size for size in self))
-        if not 1 <= math.prod(sizes) <= devices or (-1 in self and devices % known):
+        fits = 1 <= math.prod(sizes) <= devices
+        divides = -1 not in self or devices % known == 0
+        if not (fits and divides):
             valid = [n for n in range(1, devices + 1) if devices % n == 0]
             raise UserError(
                 f"{self} does not fit: there are {devices} devices; valid: a product of"
@@ -71,9 +73,7 @@ def make_mesh(
     """Return a mesh with the axes of `MeshSizes`, the last one innermost.
 
     Args:
-      data: see `MeshSizes`.
-      fsdp: see `MeshSizes`.
-      tensor: see `MeshSizes`.
+      data, fsdp, tensor: see `MeshSizes`.
       num_replicas: number of DiLoCo replicas. They get an outermost axis, of size
         `replica_axis_size`; None: no such axis.
       devices: available devices; the mesh takes the first ones. None: all devices.
@@ -116,11 +116,6 @@ def replica_axis_size(num_replicas: int, sizes: MeshSizes, devices: int) -> int:
     return max((n for n in divisors if n * mesh_devices <= devices), default=1)
 
 
-def is_inside_replica() -> bool:
-    """Return whether the program of a DiLoCo replica is being traced."""
-    return REPLICA in jax.sharding.get_abstract_mesh().manual_axes
-
-
 def over_devices(
     fun: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
@@ -130,9 +125,9 @@ def over_devices(
     the current abstract mesh are mapped.
     """
     settings: dict[str, Any] = {"mesh": mesh}
-    if is_inside_replica():
-        settings["mesh"] = jax.sharding.get_abstract_mesh()
-        settings["axis_names"] = set(STEP_AXES)
+    current = jax.sharding.get_abstract_mesh()
+    if REPLICA in current.manual_axes:
+        settings = {"mesh": current, "axis_names": set(STEP_AXES)}
     return jax.shard_map(
         fun, in_specs=in_specs, out_specs=out_specs, check_vma=False, **settings
     )

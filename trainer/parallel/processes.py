@@ -45,23 +45,27 @@ def start_processes(config: Mapping[str, Any]) -> None:
         jax.distributed.initialize, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
     )
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
+    advice = f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
+    if (count is None) != (index is None):
+        raise UserError(
+            f"parallel.distributed=true, but only one of {PROCESS_VARIABLES[1]} and"
+            f" {PROCESS_VARIABLES[2]} is set; {advice}"
+        )
     try:
-        if count is None and index is None:
+        if count is None or index is None:
             join(address)
         else:
-            # int("") raises the ValueError below if only one of the two is set.
-            join(address, int(count or ""), int(index or ""))
+            join(address, int(count), int(index))
     except (ValueError, RuntimeError) as error:
         raise UserError(
             "parallel.distributed=true, but the processes could not be joined:"
-            f" {str(error).splitlines()[0]}; set {', '.join(PROCESS_VARIABLES)}, or run"
-            " under Slurm"
+            f" {str(error).splitlines()[0]}; {advice}"
         ) from error
     check_same_settings(config)
 
 
-# Keys whose values may differ between machines.
-PATH_KEYS = {
+# Keys of files and directories, which each machine may have elsewhere.
+MAY_DIFFER_BY_MACHINE = {
     "run_dir",
     "compile_cache",
     "init_from",
@@ -83,8 +87,8 @@ def check_same_settings(config: Mapping[str, Any]) -> None:
             settings |= {f"{name}.{key}": value for key, value in section.items()}
         else:
             settings[name] = section
-    compared = {name: settings[name] for name in sorted(settings.keys() - PATH_KEYS)}
-    names, process = compare_processes(compared)
+    compared = sorted(settings.keys() - MAY_DIFFER_BY_MACHINE)
+    names, process = compare_processes({name: settings[name] for name in compared})
     if names:
         raise UserError(
             f"{', '.join(names)}: process {process} was given another value than"

@@ -36,7 +36,7 @@ from trainer.parallel.mesh import (
     over_devices,
     replicated,
 )
-from trainer.parallel.sharding import param_specs
+from trainer.parallel.sharding import data_specs
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
@@ -441,7 +441,7 @@ def make_sync(
             if residual is not None:
                 gradient = gradient + weights.wide(residual)
             outer_gradients.append(gradient)
-        specs = take(param_specs(params, mesh, outer.roles))
+        specs = take(data_specs(params, mesh, outer.roles))
         result = sync_over(mesh, specs, settings, tensor_indices)(
             outer_gradients, seed, step
         )

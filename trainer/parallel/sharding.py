@@ -15,6 +15,7 @@ Reference: Shoeybi et al. 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,21 +62,23 @@ def partition_spec(
     return PartitionSpec(*axes)
 
 
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes in an entry of a spec: a name, a tuple of names, or None."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry or ()
+
+
 def fsdp_axis(spec: PartitionSpec) -> int | None:
     """Return the axis that `fsdp` splits; None if there is none."""
-    # An entry is an axis name, a tuple of names, or None; no name contains another.
-    return next((i for i, entry in enumerate(spec) if entry and "fsdp" in entry), None)
+    return next(
+        (i for i, entry in enumerate(spec) if "fsdp" in axes_of_entry(entry)), None
+    )
 
 
 def mesh_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """Return all mesh axes that an array is split over."""
-    axes: list[str] = []
-    for entry in spec:
-        if isinstance(entry, str):
-            axes.append(entry)
-        elif entry:
-            axes += entry
-    return tuple(axes)
+    return tuple(itertools.chain(*map(axes_of_entry, spec)))
 
 
 def map_specs(
@@ -84,14 +87,14 @@ def map_specs(
     """Apply `fun` to every array of a tree and its `partition_spec`.
 
     A `Packed` tree stays packed; its scales are one array. Arrays of DiLoCo replicas
-    have a leading axis, which is split over the mesh axis REPLICA. `roles` are those of
-    the parameters; see `roles.role_of`.
+    have a leading axis, which is split over the mesh axis REPLICA. Their scalars are
+    scales of parameters, which all replicas share. `roles` are those of the parameters;
+    see `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 
     def map_array(path: Any, x: Any, by_replica: bool) -> Any:
         role = role_of(roles, path)
-        # Scalars are the scales of parameters, which all replicas share.
         if by_replica and x.shape:
             spec = PartitionSpec(REPLICA, *partition_spec(role, x.shape[1:], sizes))
         else:
@@ -124,7 +127,7 @@ def map_specs(
     )
 
 
-def partition_specs(tree: Any, mesh: Mesh, roles: Any) -> Any:
+def array_specs(tree: Any, mesh: Mesh, roles: Any) -> Any:
     """Return the `partition_spec` of every array of a tree.
 
     A ScaledArray has one for its data and one for its scale.
@@ -133,11 +136,11 @@ def partition_specs(tree: Any, mesh: Mesh, roles: Any) -> Any:
 
 
 def shardings(tree: Any, mesh: Mesh, roles: Any) -> Any:
-    """Return `partition_specs` as shardings, for `jax.jit` and `jax.device_put`."""
+    """Return `array_specs` as shardings, for `jax.jit` and `jax.device_put`."""
     return map_specs(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
 
 
-def param_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
+def data_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
     """Return the `partition_spec` of every parameter; a ScaledArray has that of its
     data.
     """

@@ -27,8 +27,8 @@ from trainer.parallel.distribute import (
 )
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.sharding import (
-    param_specs,
-    partition_specs,
+    array_specs,
+    data_specs,
 )
 from trainer.step.step import sequence_keys
 from trainer.workload import (
@@ -100,7 +100,7 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sum(map(len, bits(state))) / DEVICES, rel=0.05
     )
 
-    specs, comm = param_specs(state.params, w.mesh, w.model.roles), w.comm
+    specs, comm = data_specs(state.params, w.mesh, w.model.roles), w.comm
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
@@ -108,7 +108,7 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
             wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7)
         )
 
-    in_specs = (partition_specs(state.params, w.mesh, w.model.roles),)
+    in_specs = (array_specs(state.params, w.mesh, w.model.roles),)
     mapped = jax.shard_map(
         there_and_back, mesh=w.mesh, in_specs=in_specs, out_specs=specs, check_vma=False
     )

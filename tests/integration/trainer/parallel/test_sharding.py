@@ -13,10 +13,10 @@ from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.roles import Role
 from trainer.parallel.mesh import MeshSizes, make_mesh
 from trainer.parallel.sharding import (
+    array_specs,
     fsdp_axis,
     mesh_axes,
     partition_spec,
-    partition_specs,
 )
 
 SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
@@ -25,9 +25,7 @@ SPEC = GPT2Spec(vocab_size=256, context=32, n_layer=2, n_head=4, d_model=64)
 def specs_of(spec, mesh):
     """The spec of every parameter of a model, by name."""
     model = build_functions(spec)
-    tree = partition_specs(
-        jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles
-    )
+    tree = array_specs(jax.eval_shape(model.init, jax.random.key(0)), mesh, model.roles)
     actual = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
