@@ -17,8 +17,8 @@ from trainer.parallel.layerwise import FsdpLayerComm
 from trainer.parallel.mesh import devices_of_replica
 from trainer.precision.arrays import (
     attention_of,
+    cast_for_all_gather,
     dot_general_for,
-    for_allgather,
     skipped_matmuls,
     store_gradients,
 )
@@ -183,9 +183,9 @@ class Model(NamedTuple):
         """Return whether a role is that of the kernel of an FP8 matmul."""
         return role is not None and role.is_kernel and role.layer in self.narrow
 
-    def for_allgather(self, role: Role, p: Any) -> Any:
+    def cast_for_all_gather(self, role: Role, p: Any) -> Any:
         """Return a parameter in the format of its all-gather."""
-        return for_allgather(
+        return cast_for_all_gather(
             p,
             self.policy,
             kernel=role.is_kernel,

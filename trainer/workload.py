@@ -176,7 +176,7 @@ class TrainTask(NamedTuple):
     @property
     def comm(self) -> CommConfig:
         """The formats of what the devices send each other."""
-        return CommConfig(self.reduce, self.model.for_allgather, self.model.roles)
+        return CommConfig(self.reduce, self.model.cast_for_all_gather, self.model.roles)
 
     @property
     def gathers_by_layer(self) -> bool:

@@ -82,7 +82,7 @@ class CommConfig(NamedTuple):
 
     Attributes:
       reduce: how gradients are reduced.
-      for_allgather: `(role, parameter) -> parameter` casts it to the format in which it
+      cast_for_all_gather: `(role, parameter) -> parameter` casts it to the format in which it
         is all-gathered.
       roles: roles of the parameters, in their nested dictionaries.
       by_layer: whether the model gathers its blocks itself, one by one, and reduces
@@ -90,7 +90,7 @@ class CommConfig(NamedTuple):
     """
 
     reduce: GradReduceConfig
-    for_allgather: Callable[[Role, Any], Any]
+    cast_for_all_gather: Callable[[Role, Any], Any]
     roles: Any
     by_layer: bool = False
 
@@ -156,7 +156,7 @@ def gather_narrow(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> 
     """
     if fsdp_axis(spec) is None and role.groups == 1:
         return p
-    narrow = comm.for_allgather(role, p)
+    narrow = comm.cast_for_all_gather(role, p)
     if is_scaled_array(narrow):
         return with_scale(gather_array(narrow.data, spec, role), narrow.scale)
     return gather_array(narrow, spec, role)

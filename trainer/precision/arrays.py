@@ -229,7 +229,7 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
     return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)
 
 
-def for_allgather(
+def cast_for_all_gather(
     p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool
 ) -> Any:
     """Return a parameter in the format of its all-gather, rounded as its first use

@@ -123,7 +123,7 @@ def test_a_kernel_whose_rows_are_smoothed_is_sent_as_it_is_smoothed():
             jax.eval_shape(model.training.init, jax.random.key(0)), model.policy, 1.0
         )
         send = lambda p: map_arrays(
-            lambda x, role: model.for_allgather(role, x), p, model.roles
+            lambda x, role: model.cast_for_all_gather(role, x), p, model.roles
         )
         mlp = jax.eval_shape(send, params)["h"][0]["mlp"]
         return [
