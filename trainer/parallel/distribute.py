@@ -11,7 +11,6 @@ keys or values, n devices of the tensor-parallel group.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +38,6 @@ from trainer.parallel.mesh import (
     over_devices,
 )
 from trainer.parallel.reduction import (
-    WireFormat,
     all_gather_bits,
     all_to_all_bits,
     mean_over_devices,
@@ -82,24 +80,23 @@ class CommConfig(NamedTuple):
 
     Attributes:
       reduce: how gradients are reduced.
-      cast_for_all_gather: `(role, parameter) -> parameter` casts it to the format in which it
-        is all-gathered.
+      cast_for_all_gather: `(role, parameter) -> parameter` casts it to the format in
+        which it is all-gathered.
       roles: roles of the parameters, in their nested dictionaries.
-      by_layer: whether the model gathers its blocks itself, one by one, and reduces
-        their gradients (`parallel.layerwise`).
+      gathers_by_layer: whether the model gathers its blocks itself, one by one, and
+        reduces their gradients (`parallel.layerwise`).
     """
 
     reduce: GradReduceConfig
     cast_for_all_gather: Callable[[Role, Any], Any]
     roles: Any
-    by_layer: bool = False
+    gathers_by_layer: bool = False
 
-    def wire_format(self, role: Role) -> WireFormat:
-        """Return how the gradient of a parameter with this role is reduced."""
+    def reduce_format(self, role: Role) -> FloatFormat:
+        """Return the format in which the gradient of a parameter is sent."""
         if self.reduce.format == "fp8":
-            return WireFormat(E4M3 if role.is_kernel else FP16, deterministic=False)
-        fmt = FloatFormat.parse(self.reduce.format)
-        return WireFormat(fmt, self.reduce.deterministic)
+            return E4M3 if role.is_kernel else FP16
+        return FloatFormat.parse(self.reduce.format)
 
 
 def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
@@ -137,7 +134,7 @@ def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def gather_array(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
+def all_gather_data(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
     """All-gather an array from the shards of the devices; inside `shard_map`.
 
     A fused QKV array gets the columns of this device's heads.
@@ -149,7 +146,7 @@ def gather_array(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
     return x
 
 
-def gather_narrow(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> Any:
+def all_gather_param(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> Any:
     """All-gather a parameter, and return it in the format in which it was sent.
 
     One that no device must send is returned as it is.
@@ -158,83 +155,84 @@ def gather_narrow(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> 
         return p
     narrow = comm.cast_for_all_gather(role, p)
     if is_scaled_array(narrow):
-        return with_scale(gather_array(narrow.data, spec, role), narrow.scale)
-    return gather_array(narrow, spec, role)
+        return with_scale(all_gather_data(narrow.data, spec, role), narrow.scale)
+    return all_gather_data(narrow, spec, role)
 
 
-def gather(params: Any, specs: Any, comm: CommConfig) -> Any:
+def all_gather_tree(params: Any, specs: Any, comm: CommConfig) -> Any:
     """All-gather parameters from the shards of the devices; inside `shard_map`.
 
     The shards of blocks that are gathered one by one stay shards.
     """
 
     def gather_leaf(p: Any, spec: PartitionSpec, role: Role) -> Any:
-        whole = gather_narrow(p, spec, role, comm)
+        whole = all_gather_param(p, spec, role, comm)
         if is_scaled_array(whole):
             return whole
         return whole.astype(p.dtype)
 
-    return _beside_blocks(
-        functools.partial(map_arrays, gather_leaf), comm, params, specs, comm.roles
-    )
+    return _map_params(gather_leaf, params, specs, comm)
 
 
-def reduce_array(
+def reduce_data(
     grad: jax.Array,
     spec: PartitionSpec,
     role: Role,
     comm: CommConfig,
     *,
     seed: jax.Array,
-    leaf: Any,
+    leaf_index: Any,
 ) -> jax.Array:
     """Return this device's shard of the mean of the devices' gradients, FP32.
 
-    `leaf` is a number that no other array of the step has.
+    No other array of the step has this `leaf_index`.
     """
     with jax.named_scope("reduce"):
         return mean_over_devices(
             grad,
             fsdp_axis(spec),
-            comm.wire_format(role),
+            comm.reduce_format(role),
+            deterministic=comm.reduce.deterministic,
             seed=seed,
-            leaf=leaf,
+            leaf_index=leaf_index,
             reshard=lambda x: qkv_columns_to_rows(x, role) if role.groups > 1 else x,
         )
 
 
-def reduce_gradients(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
+def reduce_tree(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> Any:
     """Return this device's shards of the mean of the devices' gradients.
 
     Scaled gradients become plain FP32. Those of blocks that are gathered one by one are
     reduced already.
     """
-    leaf_indices = itertools.count()
+    next_index = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
-        wide, leaf = weights.wide(grad), next(leaf_indices)
-        mean = reduce_array(wide, spec, role, comm, seed=seed, leaf=leaf)
+        mean = reduce_data(
+            weights.wide(grad), spec, role, comm, seed=seed, leaf_index=next(next_index)
+        )
         if is_scaled_array(grad):
             return mean
         return mean.astype(grad.dtype)
 
-    return _beside_blocks(
-        functools.partial(map_arrays, reduce_leaf), comm, grads, specs, comm.roles
-    )
+    return _map_params(reduce_leaf, grads, specs, comm)
 
 
-def _beside_blocks(fun: Callable[..., Any], comm: CommConfig, *trees: Any) -> Any:
-    """Return `fun` of trees of parameters; blocks gathered one by one stay as they are.
+def _map_params(
+    fun: Callable[[Any, PartitionSpec, Role], Any],
+    tree: Any,
+    specs: Any,
+    comm: CommConfig,
+) -> Any:
+    """Map parameters or gradients, but not blocks that are gathered one by one."""
+    trees = (tree, specs, comm.roles)
+    if not comm.gathers_by_layer:
+        return map_arrays(fun, *trees)
+    rest = [{k: x for k, x in part.items() if k != BLOCKS} for part in trees]
+    return map_arrays(fun, *rest) | {BLOCKS: tree[BLOCKS]}
 
-    The result has the blocks of the first tree.
-    """
-    if not comm.by_layer:
-        return fun(*trees)
-    rest = [{k: x for k, x in tree.items() if k != BLOCKS} for tree in trees]
-    return fun(*rest) | {BLOCKS: trees[0][BLOCKS]}
 
-
-def mean_of_scalars(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
+def ordered_pmean(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
     """Return the mean of a scalar, or of each element of an array, over the devices of
     the batch, summed in mesh order.
     """
@@ -261,28 +259,26 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
     ) -> tuple[jax.Array, Any, Any]:
         specs = data_specs(params, mesh, comm.roles)
 
-        def micro_gradient(
+        def sharded_value_and_grad(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
         ) -> tuple[Any, Any, Any]:
             loss, grads, statistics = value_and_grad(
-                gather(params, specs, comm), scaling, tokens, segments, keys_B
+                all_gather_tree(params, specs, comm), scaling, tokens, segments, keys_B
             )
             if reduce_micro_batches:
-                seed = rounding_seed(keys_B)
-                grads = reduce_gradients(grads, specs, comm, seed)
+                grads = reduce_tree(grads, specs, comm, rounding_seed(keys_B))
             return loss, grads, statistics
 
         def on_device(
             params: Any, scaling: Any, batch: Tokens, keys_AxB: jax.Array
         ) -> tuple[Any, Any, Any]:
             loss, grads, statistics = mean_gradient(
-                micro_gradient, params, scaling, batch, keys_AxB
+                sharded_value_and_grad, params, scaling, batch, keys_AxB
             )
             if not reduce_micro_batches:
-                seed = rounding_seed(keys_AxB[0])
-                grads = reduce_gradients(grads, specs, comm, seed)
+                grads = reduce_tree(grads, specs, comm, rounding_seed(keys_AxB[0]))
             return (
-                mean_of_scalars(loss),
+                ordered_pmean(loss),
                 grads,
                 # `statistics` holds the amax of tensors, for their next scales.
                 jax.tree.map(lambda x: lax.pmax(x, STEP_AXES), statistics),
@@ -327,9 +323,9 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
             params: Any, scaling: Any, tokens: jax.Array, segments: jax.Array | None
         ) -> jax.Array:
             gathered_state = dataclasses.replace(
-                state, params=gather(params, specs, comm), scaling=scaling
+                state, params=all_gather_tree(params, specs, comm), scaling=scaling
             )
-            return mean_of_scalars(loss(gathered_state, tokens, segments), axes)
+            return ordered_pmean(loss(gathered_state, tokens, segments), axes)
 
         return over_devices(
             on_device,

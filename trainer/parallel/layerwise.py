@@ -27,9 +27,9 @@ from trainer.models.blocks import BLOCKS
 from trainer.models.roles import Role
 from trainer.parallel.distribute import (
     CommConfig,
-    gather_array,
-    gather_narrow,
-    reduce_array,
+    all_gather_data,
+    all_gather_param,
+    reduce_data,
 )
 from trainer.parallel.sharding import data_specs
 
@@ -42,49 +42,52 @@ class LayerArray:
       spec: how a layer's array is split.
       role: its role.
       comm: the formats.
-      leaf: its number among the arrays of a layer.
-      leaves: the number of arrays of a layer.
+      index: its index among the arrays of a layer.
     """
 
     spec: PartitionSpec
     role: Role
     comm: CommConfig
-    leaf: int
-    leaves: int
-
-    def reduced(self, grad: jax.Array, layer: Any, seed: Any) -> jax.Array:
-        """Return this device's shard of the mean of FP32 gradients."""
-        leaf = layer * self.leaves + self.leaf
-        return reduce_array(grad, self.spec, self.role, self.comm, seed=seed, leaf=leaf)
+    index: int
 
 
 @composite(name="gather_weights")
-def _gather(shard: jax.Array, *, array: LayerArray, scaled: bool) -> jax.Array:
-    if scaled:  # the trace of a scaled program, which `_gather_scaled` evaluates
-        return gather_array(shard, array.spec, array.role)
-    return gather_narrow(shard, array.spec, array.role, array.comm)
+def _gather(shard: jax.Array, *, array: LayerArray, is_scaled: bool) -> jax.Array:
+    if is_scaled:  # only traced for its shape: the rule below replaces it
+        return all_gather_data(shard, array.spec, array.role)
+    return all_gather_param(shard, array.spec, array.role, array.comm)
 
 
 @composite_rule("gather_weights")
 def _gather_scaled(call: Any, shard: v.Value) -> v.Value:
     array, shard = call.settings["array"], v.scalar_scale(shard)
-    scaled = with_scale(shard.data, shard.scale)
-    sent = gather_narrow(scaled, array.spec, array.role, array.comm)
+    p = with_scale(shard.data, shard.scale)
+    sent = all_gather_param(p, array.spec, array.role, array.comm)
     return v.value(sent.data, sent.scale, shard.expected_rms)
 
 
 @composite(name="reduce_gradients")
 def _reduce(
-    grad: jax.Array, layer: jax.Array, seed: jax.Array, *, array: LayerArray
+    grad: jax.Array, leaf_index: jax.Array, seed: jax.Array, *, array: LayerArray
 ) -> jax.Array:
-    mean = array.reduced(grad.astype(jnp.float32), layer, seed)
+    wide = grad.astype(jnp.float32)
+    mean = reduce_data(
+        wide, array.spec, array.role, array.comm, seed=seed, leaf_index=leaf_index
+    )
     return mean.astype(grad.dtype)
 
 
 @composite_rule("reduce_gradients", wide=True)
-def _reduce_scaled(call: Any, grad: Any, layer: Any, seed: Any) -> jax.Array:
-    layer, seed = formats.materialize(layer), formats.materialize(seed)
-    return call.settings["array"].reduced(v.unscaled(grad), layer, seed)
+def _reduce_scaled(call: Any, grad: Any, leaf_index: Any, seed: Any) -> jax.Array:
+    array = call.settings["array"]
+    return reduce_data(
+        v.unscaled(grad),
+        array.spec,
+        array.role,
+        array.comm,
+        seed=formats.materialize(seed),
+        leaf_index=formats.materialize(leaf_index),
+    )
 
 
 class FsdpLayerComm(NamedTuple):
@@ -92,12 +95,12 @@ class FsdpLayerComm(NamedTuple):
 
     Attributes:
       arrays: `LayerArray` of each array of a layer, by its path in the layer.
-      scaled: whether the weights are scaled arrays.
+      is_scaled: whether the weights are scaled arrays.
       seed: of stochastic rounding; None: gradients are not reduced.
     """
 
     arrays: Mapping[tuple[str, ...], LayerArray]
-    scaled: bool
+    is_scaled: bool
     seed: jax.Array | None = None
 
     def gather(self, shards: Any) -> Any:
@@ -110,37 +113,34 @@ class FsdpLayerComm(NamedTuple):
             array = self.arrays.get(_names(path))
             if array is None:
                 return shard
-            return _gather(shard, array=array, scaled=self.scaled)
+            return _gather(shard, array=array, is_scaled=self.is_scaled)
 
         return tree_map_with_path(gather_leaf, shards)
 
-    def reduce(self, grads: Any, layer: jax.Array) -> Any:
-        """Return this device's shards of the mean gradients of layer number `layer`."""
+    def reduce(self, grads: Any, layer_index: jax.Array) -> Any:
+        """Return this device's shards of a layer's mean gradients."""
 
         def reduce_leaf(path: Any, grad: Any) -> Any:
             array = self.arrays.get(_names(path))
             if array is None:
                 return grad
-            return _reduce(grad, layer, self.seed, array=array)
+            leaf_index = layer_index * len(self.arrays) + array.index
+            return _reduce(grad, leaf_index, self.seed, array=array)
 
         return tree_map_with_path(reduce_leaf, grads)
 
 
 def fsdp_layer_comm(
-    params: Any, mesh: Mesh, comm: CommConfig, *, scaled: bool
+    params: Any, mesh: Mesh, comm: CommConfig, *, is_scaled: bool
 ) -> FsdpLayerComm:
     """Return the communication of a model's layers; `params` may be shapes."""
-    specs = data_specs(params, mesh, comm.roles)[BLOCKS]
-    roles = comm.roles[BLOCKS]
-    leaves = tree_leaves_with_path(roles)
+    specs = jax.tree.leaves(data_specs(params, mesh, comm.roles)[BLOCKS])
+    roles = tree_leaves_with_path(comm.roles[BLOCKS])
     arrays = {}
-    for leaf, (path, role) in enumerate(leaves):
-        spec = specs
-        for name in _names(path):
-            spec = spec[name]
+    for i, (spec, (path, role)) in enumerate(zip(specs, roles, strict=True)):
         layer_spec = PartitionSpec(*spec[1:])  # without the axis of layers
-        arrays[_names(path)] = LayerArray(layer_spec, role, comm, leaf, len(leaves))
-    return FsdpLayerComm(arrays, scaled)
+        arrays[_names(path)] = LayerArray(layer_spec, role, comm, i)
+    return FsdpLayerComm(arrays, is_scaled)
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -17,9 +17,8 @@ Narrow data is sent as integers of its width: XLA widens FP8 and BF16 collective
 a backend has none.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +33,10 @@ from scalify_core.numerics.formats import (
 )
 from trainer.parallel.mesh import BATCH_AXES, STEP_AXES
 
-UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+UINT_BY_BYTES = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 # Added to an array's index for the random bits of the second rounding; larger than any
 # number of arrays.
 SECOND_ROUNDING = 2**16
-
-
-class WireFormat(NamedTuple):
-    """The format and the order in which a gradient is reduced.
-
-    Attributes:
-      format: format of the sent data.
-      deterministic: whether FP32 data is summed in the order of the devices.
-    """
-
-    format: FloatFormat
-    deterministic: bool
-
-    @property
-    def is_native(self) -> bool:
-        """Return whether XLA's reduce-scatter or all-reduce is used."""
-        return self.format is FP32 and not self.deterministic
 
 
 def as_bits(x: jax.Array) -> jax.Array:
@@ -63,7 +45,7 @@ def as_bits(x: jax.Array) -> jax.Array:
     Other arrays are returned unchanged.
     """
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
-        return lax.bitcast_convert_type(x, UNSIGNED[x.dtype.itemsize])
+        return lax.bitcast_convert_type(x, UINT_BY_BYTES[x.dtype.itemsize])
     return x
 
 
@@ -97,22 +79,18 @@ def all_to_all_bits(
     return from_bits(bits, x.dtype)
 
 
-def batch_shard_index() -> jax.Array:
-    """Return which part of the batch this device has."""
-    return lax.axis_index(BATCH_AXES)
-
-
-def quantize(x: jax.Array, fmt: FloatFormat, *counters: Any) -> jax.Array:
+def quantize(x: jax.Array, fmt: FloatFormat, seed: Any, leaf_index: Any) -> jax.Array:
     """Cast FP32 data to a format.
 
-    FP8 is rounded stochastically, with random bits from three counters. Other formats
-    are rounded to nearest.
+    FP8 is rounded stochastically. Arrays, and devices with different parts of the
+    batch, have different random bits. Other formats are rounded to nearest.
     """
     if fmt is FP32:
         return x
     if fmt.mantissa_bits > 3:
         return fmt.cast(x)
-    return fmt.stochastic_round(x, counter_bits(x.shape, *counters))
+    shard_index = lax.axis_index(BATCH_AXES)
+    return fmt.stochastic_round(x, counter_bits(x.shape, seed, leaf_index, shard_index))
 
 
 def top_binade_scale(amax: jax.Array, fmt: FloatFormat) -> jax.Array:
@@ -140,10 +118,11 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
 def mean_over_devices(
     x: jax.Array,
     split: int | None,
-    wire: WireFormat,
+    fmt: FloatFormat,
     *,
+    deterministic: bool,
     seed: Any,
-    leaf: int,
+    leaf_index: Any,
     reshard: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """Return the mean over the devices that the batch is split over, FP32.
@@ -151,14 +130,15 @@ def mean_over_devices(
     Args:
       x: this device's data, FP32.
       split: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
-      wire: format and order.
+      fmt: format of the sent data.
+      deterministic: whether FP32 data is summed in the order of the devices.
       seed: seed of stochastic rounding.
-      leaf: index of the array; each has different random bits.
+      leaf_index: index of the array; each has different random bits.
       reshard: moves data inside the tensor-parallel group. It is called after rounding,
         so that narrow data is moved.
     """
-    devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
-    if wire.is_native:
+    devices = lax.axis_size(BATCH_AXES)
+    if fmt is FP32 and not deterministic:
         x = reshard(x)
         if split is None:
             return lax.psum(x, BATCH_AXES) / devices
@@ -167,18 +147,17 @@ def mean_over_devices(
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
-    scale = common_scale(x, wire.format)
-    counters = (seed, leaf, batch_shard_index())
-    data = reshard(quantize(x * (1 / scale), wire.format, *counters))
-    mean = mean_by_all_to_all(data, split, wire.format, seed=seed, leaf=leaf)
+    scale = common_scale(x, fmt)
+    data = reshard(quantize(x * (1 / scale), fmt, seed, leaf_index))
+    mean = mean_by_all_to_all(data, split, fmt, seed=seed, leaf_index=leaf_index)
     return mean * scale
 
 
 def mean_by_all_to_all(
-    x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf: int
+    x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf_index: Any
 ) -> jax.Array:
     """Return `mean_over_devices` of data in a format, by all-to-all and all-gather."""
-    devices = math.prod(lax.axis_size(axis) for axis in BATCH_AXES)
+    devices = lax.axis_size(BATCH_AXES)
     parts = 1 if split is None else lax.axis_size("fsdp")
     devices_per_part = devices // parts
     gather_axes = BATCH_AXES if split is None else "data"
@@ -201,6 +180,6 @@ def mean_by_all_to_all(
     mean = jnp.sum(received.astype(jnp.float32), axis=0) / devices
     if devices_per_part > 1:
         # The data keeps its scale: a mean is at most as large as the largest operand.
-        piece = quantize(mean, fmt, seed, leaf + SECOND_ROUNDING, batch_shard_index())
+        piece = quantize(mean, fmt, seed, leaf_index + SECOND_ROUNDING)
         mean = all_gather_bits(piece, gather_axes, 0).astype(jnp.float32)[:size]
     return mean.reshape(shape)

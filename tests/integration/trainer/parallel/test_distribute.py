@@ -19,10 +19,10 @@ from trainer.errors import UserError
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.distribute import (
     GradReduceConfig,
+    all_gather_tree,
     amax_over,
-    gather,
     gradient_over,
-    reduce_gradients,
+    reduce_tree,
     squared_norms_over,
 )
 from trainer.parallel.mesh import make_mesh, place_batch
@@ -104,8 +104,8 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
-        return reduce_gradients(
-            wide(gather(params, specs, comm)), specs, comm, jnp.uint32(7)
+        return reduce_tree(
+            wide(all_gather_tree(params, specs, comm)), specs, comm, jnp.uint32(7)
         )
 
     in_specs = (array_specs(state.params, w.mesh, w.model.roles),)

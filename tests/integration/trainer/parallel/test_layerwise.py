@@ -33,7 +33,7 @@ def task_of(precision, spec, sizes, reduce="fp32"):
 def gradients(task, accum, *, by_layer):
     """Loss, gradients and statistics of 16 sequences."""
     model, comm = task.on_mesh(accum)
-    assert comm.by_layer
+    assert comm.gathers_by_layer
     if not by_layer:
         model, comm = task.model.on(task.mesh, accum), task.comm
     context = model.spec.context

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 
 from scalify_core.numerics.formats import BF16, E4M3, FP16, FP32
 from trainer.parallel.mesh import make_mesh
-from trainer.parallel.reduction import WireFormat, mean_over_devices
+from trainer.parallel.reduction import mean_over_devices
 
 DEVICES = 8
 
 
 @functools.cache
-def program(shape, split, how, sizes=(2, 4)):
+def program(shape, split, fmt, deterministic=False, sizes=(2, 4)):
     """From [devices, *shape], a row for each device in the order of the mesh, to the
     mean."""
     mesh = make_mesh(*sizes)
@@ -27,7 +27,9 @@ def program(shape, split, how, sizes=(2, 4)):
         spec[split] = "fsdp"
 
     def of_device(x, seed):
-        return mean_over_devices(x[0], split, how, seed=seed, leaf=3)
+        return mean_over_devices(
+            x[0], split, fmt, deterministic=deterministic, seed=seed, leaf_index=3
+        )
 
     rows = PartitionSpec(("data", "fsdp"))
     mapped = jax.shard_map(
@@ -63,7 +65,7 @@ def bound(x, fmt):
 
 def error(x, split, fmt):
     """The error of the mean over the devices, and its bound."""
-    mean = program(x.shape[1:], split, WireFormat(fmt, False))(x, 7)
+    mean = program(x.shape[1:], split, fmt)(x, 7)
     assert mean.dtype == jnp.float32
     exact = x.astype(np.float64)
     return np.abs(mean - exact.mean(0)), bound(exact, fmt)
@@ -86,7 +88,7 @@ def test_no_size_overflows_or_underflows(fmt):
     # All devices at the largest number: in the format itself a sum of two would be
     # infinite.
     largest = np.full((DEVICES, 12, 20), FP16.max, np.float32)
-    mean = program((12, 20), 0, WireFormat(fmt, False))(largest, 7)
+    mean = program((12, 20), 0, fmt)(largest, 7)
     np.testing.assert_allclose(mean, FP16.max, rtol=fmt.epsilon)
 
 
@@ -94,13 +96,13 @@ def test_what_is_not_finite_stays_so():
     x = normal((12, 20))
     x[3, 2, 5] = math.inf
     for fmt in (E4M3, FP16):
-        mean = program((12, 20), 0, WireFormat(fmt, False))(x, 7)
+        mean = program((12, 20), 0, fmt)(x, 7)
         assert not np.isfinite(mean[2, 5])
 
 
 def test_fp8_is_right_in_expectation():
     x = normal((12, 20))
-    run = program((12, 20), 0, WireFormat(E4M3, False))
+    run = program((12, 20), 0, E4M3)
     # One after the other: with all in flight XLA has aborted here, once.
     actual = np.mean([np.asarray(run(x, seed)) for seed in range(64)], axis=0)
     exact = x.astype(np.float64)
@@ -119,7 +121,7 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
     total = x[0]
     for part in x[1:]:
         total = total + part
-    actual = program((12, 20), split, WireFormat(FP32, True))(x, 7)
+    actual = program((12, 20), split, FP32, True)(x, 7)
     np.testing.assert_array_equal(actual, total / DEVICES)
     assert (x.sum(0, dtype=np.float64).astype(np.float32) != total).any()
 
@@ -127,7 +129,7 @@ def test_the_deterministic_sum_goes_through_the_devices_in_order(split):
 def test_devices_round_equal_numbers_independently():
     """With the same random bits everywhere, a mean would be off as one device is."""
     row = np.random.default_rng(1).normal(size=(512,)).astype(np.float32)
-    mean = program((512,), 0, WireFormat(E4M3, False), (1, DEVICES))(
+    mean = program((512,), 0, E4M3, sizes=(1, DEVICES))(
         np.tile(row, (DEVICES, 1)), jnp.uint32(5)
     )
     # One rounding has the variance of a step^2 / 6, and a step is at least half of
