@@ -1,4 +1,8 @@
-"""A checksum of the bits of each leaf of a state."""
+"""A checksum of each leaf of a state.
+
+It does not depend on the sharding, so that a run that was restored on another mesh can
+compare.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
         for axis, size in enumerate(bits.shape):
             factors = _odd_numbers(size, start[axis] if start else 0, axis, sum_index)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
-            # Split for `_sum`, which adds parts elementwise.
+            # `_sum` adds equal parts elementwise: on CPUs a reduction is slower.
             parts = _parts(x, axis)
             if axis == 0:  # later axes add sums, which are not scrambled again
                 parts = [_scrambled(part, sum_index) for part in parts]
@@ -95,8 +99,7 @@ def _parts(x: jax.Array, axis: int) -> list[jax.Array]:
 def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
     """Return the sum of equal parts of an array along an axis, which keeps length 1.
 
-    It adds elementwise as far as possible: XLA's reductions of integers are slow on
-    CPUs.
+    It adds elementwise as far as possible.
     """
     total = functools.reduce(jnp.add, parts)
     if len(parts) > 1:

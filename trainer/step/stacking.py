@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalify_core import weights
 from scalify_core.array.scaled_array import ScaledArray, is_scaled_array
 from scalify_core.array.tree import leaves, structure_of
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import is_float
-from scalify_core.optim.weights import LARGE, wide
 
 
 class Stacks(NamedTuple):
@@ -41,7 +41,7 @@ class Stacks(NamedTuple):
 
     @classmethod
     def of(cls, tree: Any, kinds: Any) -> Stacks:
-        """Return the stacks of the vectors below `LARGE` elements.
+        """Return the stacks of the vectors below `weights.LARGE` elements.
 
         Those of one shape, dtype and kind form a stack.
 
@@ -55,7 +55,7 @@ class Stacks(NamedTuple):
         for i, (x, kind) in enumerate(
             zip(leaves(tree), jax.tree.leaves(kinds), strict=True)
         ):
-            if x.ndim == 1 and x.size < LARGE and is_float(x):
+            if x.ndim == 1 and x.size < weights.LARGE and is_float(x):
                 groups.setdefault(
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
@@ -171,7 +171,7 @@ def _stack_leaves(parts: Sequence[Any]) -> Any:
     if not hasattr(parts[0], "ndim"):
         return parts[0]
     if len({(is_scaled_array(x), x.dtype) for x in parts}) > 1:
-        parts = [wide(x) for x in parts]
+        parts = [weights.wide(x) for x in parts]
     if not is_scaled_array(parts[0]):
         return _stack_arrays(parts)
     data, scales = _stack_arrays([x.data for x in parts]), [x.scale for x in parts]
