@@ -51,7 +51,8 @@ def test_the_commands_of_all_documents_are_valid(tmp_path, monkeypatch):
                 checked.add(tuple(word for word in words if word not in left_out))
     for arguments in map(list, checked):
         if is_sweep(arguments):
-            assert Sweep.parse(expand_arguments(arguments).overrides).problems({}) == []
+            line = expand_arguments(arguments)
+            assert Sweep.parse(line.overrides).problems(line) == []
         else:
             compose_config(arguments)
     assert len(checked) > 15

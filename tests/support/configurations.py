@@ -7,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trainer.config.composition import build_config, choices_of_groups, compose_tree
+from trainer.config.resume import CommandLine
 from trainer.config.schema import Config
 
 
@@ -25,4 +26,4 @@ def configured(*overrides: str) -> Config:
             parsed = OverridesParser.create().parse_override(override)
             key, value = parsed.get_key_element(), parsed.value()
             OmegaConf.update(tree, key, value, merge=False)
-    return build_config(tree, {})
+    return build_config(tree, CommandLine([], {}))

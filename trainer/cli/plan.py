@@ -144,7 +144,7 @@ def make_plan(
 def sets_batch(overrides: Sequence[str]) -> bool:
     """Return whether the user, a file or an experiment sets train.batch_tokens."""
     command_line = expand_arguments(overrides)
-    return "train.batch_tokens" in command_line.saved or any(
+    return "train.batch_tokens" in command_line.settings or any(
         override.startswith(("train.batch_tokens=", "experiment="))
         for override in command_line.overrides
     )

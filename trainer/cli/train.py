@@ -48,7 +48,7 @@ from trainer.config.composition import (
     resolved_yaml,
 )
 from trainer.config.fields import flatten, to_tree
-from trainer.config.resume import CommandLine, with_saved
+from trainer.config.resume import CommandLine, with_settings
 from trainer.config.schema import Config
 from trainer.errors import (
     UserError,
@@ -122,14 +122,14 @@ def load(
     changes = {}
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
-    config = build_config(tree, command_line.saved, **changes)
+    config = build_config(tree, command_line, **changes)
     if config.has_processes and not overrides_of(["run_dir"]):
         raise UserError(
             "a run of several processes needs run_dir=DIRECTORY: every process writes"
             " to the same one"
         )
     used = dict(flatten(to_tree(config)))
-    for key, value in command_line.not_trusted.items():
+    for key, value in command_line.ignored.items():
         if value != used.get(key):
             show(
                 f"{key}={value} of the resumed run's config.yaml is ignored, because"
@@ -232,9 +232,9 @@ def main(argv: list[str]) -> int:
             refuse_config_name_flags(argv)
             command_line = expand_arguments(argv)
             sweep = Sweep.parse(command_line.overrides)
-            problems = sweep.problems(command_line.saved)
-            if command_line.saved and not problems and prints_configuration(argv):
-                # Hydra would print the configuration without the saved settings.
+            problems = sweep.problems(command_line)
+            if command_line.settings and not problems and prints_configuration(argv):
+                # Hydra would print the configuration without the settings.
                 show(resolved_yaml(command_line), end="")
                 return 0
     except UserError as error:
@@ -253,7 +253,7 @@ def main(argv: list[str]) -> int:
             remove_empty_output_dir()
             return None  # The signal or the error ends the whole sweep.
         if not jobs and in_sweep():
-            tracker = with_saved(tree, command_line.saved)["tracker"]
+            tracker = with_settings(tree, command_line.settings)["tracker"]
             if tracker["kind"] == "none":
                 show(NO_BEST)
         run_dir = Path(HydraConfig.get().runtime.output_dir)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,9 +22,9 @@ from trainer.config.combinations import validate
 from trainer.config.fields import check_groups, converted, flatten, from_tree
 from trainer.config.phases import phases_of
 from trainer.config.renamed import refuse_old_names
-from trainer.config.resume import CONFIGS, CommandLine, continue_run, with_saved
+from trainer.config.resume import CONFIGS, CommandLine, continue_run, with_settings
 from trainer.config.schema import Config
-from trainer.config.user_file import over_defaults
+from trainer.config.user_file import settings_of_file
 from trainer.errors import UserError, explain_file_errors
 from trainer.text import key_of, nearest, without_braces
 
@@ -55,7 +55,7 @@ def compose_config(arguments: Sequence[str]) -> Config:
     """
     with explain_file_errors(), explain_hydra_errors(long_forms(arguments)):
         line = expand_arguments(arguments)
-        return build_config(compose_tree(line.overrides), line.saved)
+        return build_config(compose_tree(line.overrides), line)
 
 
 @contextlib.contextmanager
@@ -74,29 +74,27 @@ def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
 
 
 def resolved_yaml(line: CommandLine) -> str:
-    """Return the resolved configuration of a command line as YAML, with the settings of
-    the run that it continues.
-    """
+    """Return the resolved configuration of a command line as YAML."""
     tree = compose_tree(overrides_in(line.overrides))
-    return yaml.safe_dump(with_saved(tree, line.saved), sort_keys=False)
+    return yaml.safe_dump(with_settings(tree, line.settings), sort_keys=False)
 
 
-def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> Config:
+def build_config(tree: DictConfig, line: CommandLine, **changes: Any) -> Config:
     """Return the checked `Config` of a composed tree.
 
     Args:
       tree: the configuration as Hydra composes it.
-      saved: settings of a continued run, by dotted key.
+      line: the command line, whose settings overwrite the tree.
       changes: values of top-level keys.
 
     Raises:
       UserError: a key, a value or a combination is not valid.
     """
-    values = with_saved(tree, saved)
+    values = with_settings(tree, line.settings)
     values.pop("experiment", None)  # a group without keys: only the name of a choice
     values |= changes
     check_groups(Config, values)
-    fetch_from_hub(values, saved)
+    fetch_from_hub(values, line)
     if inherited.needs_architecture(values.get("model")):
         values["model"] = inherited.inherit(
             values["model"],
@@ -111,17 +109,19 @@ def build_config(tree: DictConfig, saved: Mapping[str, Any], **changes: Any) -> 
     return config
 
 
-def fetch_from_hub(values: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def fetch_from_hub(values: dict[str, Any], line: CommandLine) -> None:
     """Replace ids of the hub by the directories of their files.
 
-    Ids in `saved` stay: the run directory of somebody else must not cause a download.
+    Ids in settings that are not trusted stay: the run directory of somebody else must
+    not cause a download.
     """
     for key in hub.KEYS:
         *groups, name = key.split(".")
         keys: Any = values
         for group in groups:
             keys = keys.get(group)
-        if key not in saved and isinstance(keys, dict):
+        may_fetch = line.trusted or key not in line.settings
+        if may_fetch and isinstance(keys, dict):
             value = keys.get(name)
             if isinstance(value, str):
                 keys[name] = hub.fetch(key, value)
@@ -195,14 +195,14 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
-    if files and line.saved:
+    if files and line.settings:
         raise UserError(
             f"{files[0]}, but resume= takes the settings of that run; leave config="
             " out, or name the keys to change"
         )
     if files:
         path = Path(files[0].partition("=")[2])
-        line = over_defaults(path, overrides, groups, families)
+        line = settings_of_file(path, overrides, groups, families)
     return line._replace(overrides=[*flags, *line.overrides])
 
 
@@ -280,10 +280,10 @@ class Sweep(NamedTuple):
         jobs = [[*constant, *job] for job in itertools.product(*values)]
         return cls(list(swept), jobs)
 
-    def problems(self, saved: Mapping[str, Any]) -> list[str]:
+    def problems(self, line: CommandLine) -> list[str]:
         """Return the errors of the jobs' configurations, each error once.
 
-        `saved`: as in `build_config`.
+        `line`: as in `build_config`.
         """
         messages: dict[str, str] = {}
         for number, arguments in enumerate(self.jobs):
@@ -294,7 +294,7 @@ class Sweep(NamedTuple):
             ]
             try:
                 with explain_hydra_errors(arguments):
-                    build_config(compose_tree(overrides), saved)
+                    build_config(compose_tree(overrides), line)
             except UserError as error:
                 problem = f"job {number}: {error}; no job was started"
                 messages.setdefault(str(error), problem)

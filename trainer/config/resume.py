@@ -20,9 +20,9 @@ from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import read_mapping
-from trainer.text import nearest, unquoted
+from trainer.text import as_typed, nearest, unquoted
 
-# These are no settings of the training, so a continued run does not keep them.
+# A continued run does not keep these: they are not settings of the training.
 NOT_CONTINUED = ("run_dir", "resume", "dry_run", "launcher")
 # The user who starts a run decides where it writes outside its directory, who gets its
 # metrics, and from where compiled programs, which are code, are loaded.
@@ -41,14 +41,17 @@ class CommandLine(NamedTuple):
     Attributes:
       overrides: flags, choices of groups and `key=value`, for Hydra; all from the
         command line or from our own lists.
-      saved: settings of the continued run by dotted key, without those that `overrides`
-        set.
-      not_trusted: values of NOT_TRUSTED keys that the run has; they are not used.
+      settings: values by dotted key of a continued run or of `config=FILE`, without
+        those that `overrides` set.
+      trusted: whether the user wrote the settings. Somebody else may have written those
+        of a run: their ids of the hub are not fetched.
+      ignored: values of NOT_TRUSTED keys that the run has; they are not used.
     """
 
     overrides: list[str]
-    saved: dict[str, Any]
-    not_trusted: dict[str, str] = {}  # noqa: RUF012 never changed
+    settings: dict[str, Any]
+    trusted: bool = False
+    ignored: dict[str, str] = {}  # noqa: RUF012 never changed
 
 
 def continue_run(
@@ -95,17 +98,17 @@ def continue_run(
             chosen_groups.append(group)
     skipped_groups = {*NOT_CONTINUED, *chosen_groups}
     groups_to_keep = {k: v for k, v in tree.items() if k not in skipped_groups}
-    saved = {}
+    settings = {}
     for key, value in flatten(groups_to_keep):
         is_overridden = any(overlaps(key, other) for other in overrides)
         # A fork does not inherit the run's name.
         if not is_overridden and (is_same_run or key != RUN_NAME):
-            saved[key] = value
-    not_trusted = {}
+            settings[key] = value
+    ignored = {}
     for key in NOT_TRUSTED:
-        if saved.get(key) is not None:
-            not_trusted[key] = saved.pop(key)
-    for task in saved.get(TASKS) or ():
+        if settings.get(key) is not None:
+            ignored[key] = settings.pop(key)
+    for task in settings.get(TASKS) or ():
         if not re.fullmatch(r"[\w-]+", str(task)):
             raise UserError(
                 f"{file}: {TASKS} names the file {task!r}, which may be a program; give"
@@ -129,7 +132,8 @@ def continue_run(
     # `arguments` still have `resume.source`, so that a run directory without a
     # checkpoint is refused at the start.
     own_run_dir = [f"run_dir={typed_source}"] if is_same_run else []
-    return CommandLine([*choices, *arguments, *own_run_dir], saved, not_trusted)
+    overrides_of_run = [*choices, *arguments, *own_run_dir]
+    return CommandLine(overrides_of_run, settings, ignored=ignored)
 
 
 def _refuse_contradictions(overrides: Mapping[str, str], source: str) -> None:
@@ -142,7 +146,7 @@ def _refuse_contradictions(overrides: Mapping[str, str], source: str) -> None:
     for key, value in overrides.items():
         if key in annotations(Config) and value.startswith("{"):
             raise UserError(
-                f"{key}={value}: beside resume= give its keys one by one, such as"
+                f"{key}={value}: with resume= give its keys one by one, such as"
                 f" {key}.{value[1:9]}..."
             )
 
@@ -152,21 +156,21 @@ def overlaps(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def with_saved(tree: DictConfig, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the composed configuration, overwritten by the saved settings.
+def with_settings(tree: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the composed configuration, overwritten by `CommandLine.settings`.
 
-    Interpolations of the composed configuration may read saved values. In a saved value
-    text such as ${run_dir} stays text.
+    Interpolations of the composed configuration may read settings. In the value of a
+    setting, text such as ${run_dir} stays text.
     """
     values = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(values, dict)
     # OmegaConf refuses to interpolate "???", its missing value, so no interpolation
-    # reads a saved value that contains ${...}.
-    hidden = {key: "???" for key, value in saved.items() if "${" in str(value)}
-    set_keys(values, {**saved, **hidden})
+    # reads a setting that contains ${...}.
+    hidden = {key: "???" for key, value in settings.items() if "${" in str(value)}
+    set_keys(values, {**settings, **hidden})
     resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     assert isinstance(resolved, dict)
-    set_keys(resolved, saved)
+    set_keys(resolved, settings)
     return {str(key): value for key, value in resolved.items()}
 
 
@@ -204,10 +208,10 @@ def read_saved(file: Path) -> dict[str, Any]:
             tree["data"]["source"],
         )
         if not all(isinstance(name, str) for name in choices):
-            raise ValueError("model.family, optimizer.name or data.source is no text")
+            raise ValueError("model.family, optimizer.name or data.source is not text")
         tasks = tree.get("eval", {}).get("tasks")
         if tasks is not None and not isinstance(tasks, list):
-            raise ValueError(f"eval.tasks={tasks!r} is no list")
+            raise ValueError(f"eval.tasks={as_typed(tasks)} is not a list")
     except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(
             f"{file} is damaged ({error}); give all settings and run_dir={file.parent}"

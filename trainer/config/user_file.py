@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bounds import annotations
-from trainer.config import hub
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.resume import CommandLine, overlaps, set_keys
@@ -25,7 +24,7 @@ from trainer.text import key_of, nearest
 CHOICE_KEYS = ("source", "kind", "name")
 
 
-def over_defaults(
+def settings_of_file(
     path: Path,
     arguments: Sequence[str],
     groups: Mapping[str, Sequence[str]],
@@ -54,18 +53,15 @@ def over_defaults(
             " into the file, or name the keys to change"
         )
     chosen_groups = [group for group in groups if group in overridden]
-    saved = {}
+    settings = {}
     for key, value in flatten(tree):
         is_chosen = key.partition(".")[0] in chosen_groups
         if not is_chosen and not any(overlaps(key, other) for other in overridden):
-            saved[key] = value
-    for key in hub.KEYS:
-        if isinstance(saved.get(key), str):
-            saved[key] = hub.fetch(key, saved[key])
+            settings[key] = value
     new_choices = [
         f"{group}={name}" for group, name in choices.items() if group not in overridden
     ]
-    return CommandLine([*new_choices, *arguments], saved)
+    return CommandLine([*new_choices, *arguments], settings, trusted=True)
 
 
 def _read(
@@ -116,7 +112,7 @@ def _choice(path: Path, group: str, value: Any, valid: Sequence[str]) -> str:
     """
     if not re.fullmatch(r"\w+", str(value)):
         raise UserError(
-            f"config={path}: {group}: {str(value)[:100]!r} is no choice;"
+            f"config={path}: {group}: {str(value)[:100]!r} is not a choice;"
             f" {nearest(str(value), list(valid))}"
         )
     return str(value)

@@ -22,7 +22,12 @@ from trainer.config.composition import (
     expand_arguments,
 )
 from trainer.config.fields import from_saved, from_tree, to_tree
-from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
+from trainer.config.resume import (
+    COMPILE_CACHE,
+    DATA_CACHE,
+    CommandLine,
+    default_cache,
+)
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.text import override
@@ -134,8 +139,8 @@ def test_keys_that_are_not_of_the_schema_are_refused(saved, line):
         ("data", None, "data=null: expected a group of keys"),
         ("train", 5, "train=5: expected a group of keys"),
         ("data", {}, "'source'"),
-        ("eval", {"tasks": 5}, "eval.tasks=5 is no list"),
-        ("optimizer", {"name": ["adamw"]}, "is no text"),
+        ("eval", {"tasks": 5}, "eval.tasks=5 is not a list"),
+        ("optimizer", {"name": ["adamw"]}, "is not text"),
     ],
 )
 def test_groups_that_are_none_are_damage(saved, group, value, reason):
@@ -180,7 +185,7 @@ def test_caches_and_addressees_are_not_taken_from_a_run(saved):
     c = compose_config(["resume=old"])
     actual = c.compile_cache, c.data.cache_dir, c.tracker.entity
     assert actual == (default_cache(COMPILE_CACHE), default_cache(DATA_CACHE), None)
-    assert expand_arguments(["resume=old"]).not_trusted == {
+    assert expand_arguments(["resume=old"]).ignored == {
         "compile_cache": "evil",
         "data.cache_dir": "old/data",
         "tracker.entity": "somebody",
@@ -244,7 +249,7 @@ def test_a_fork_has_the_settings_too_but_not_the_name_and_groups_are_chosen_whol
     [
         ("resume.step=20", r"starts another run .* add run_dir=DIRECTORY"),
         ("experiment=fishman", "but resume=old takes its settings from that run"),
-        ("train={steps:9}", r"beside resume= give its keys one by one"),
+        ("train={steps:9}", r"with resume= give its keys one by one"),
     ],
 )
 def test_overrides_that_contradict_a_continued_run_are_refused(
@@ -309,9 +314,10 @@ def test_a_sweep_knows_its_jobs_and_the_faults_of_each():
         ["seed=1", "optimizer.lr=0.001"],
         ["seed=1", "optimizer.lr=-1"],
     ]
-    (problem,) = sweep.problems({})
+    nothing = CommandLine([], {})
+    (problem,) = sweep.problems(nothing)
     assert problem.startswith("job 1: optimizer.lr=-1.0: expected at least 0")
-    (problem,) = sweep_of("seed=0,1", "optimizer=adamw,adamm").problems({})
+    (problem,) = sweep_of("seed=0,1", "optimizer=adamw,adamm").problems(nothing)
     assert problem.startswith("job 1: ")
     assert "adamm" in problem
 

@@ -57,5 +57,5 @@ def test_a_missing_file_and_an_experiment_beside_one_are_refused(write):
 
 @pytest.mark.parametrize("choice", ["${oc.env:HOME}", "../../../../tmp/evil", "a,b"])
 def test_a_choice_is_one_of_ours_and_nothing_that_hydra_resolves(write, choice):
-    with pytest.raises(UserError, match="is no choice; Valid"):
+    with pytest.raises(UserError, match="is not a choice; Valid"):
         compose_config([write(f"optimizer: {choice!r}")])
