@@ -70,22 +70,23 @@ class Arguments:
 def main(args: Arguments) -> None:
     """Print a line for each precision, and write evaluation.json into the run."""
     check_at_least(args, batches=0)
-    names = split(args.precisions)
-    if not args.precisions and not args.tasks:
+    names = names_in("precisions", args.precisions, "fp32,bf16")
+    tasks = names_in("tasks", args.tasks, "last_word,word_order")
+    if not names and not tasks:
         names = ["fp32"]
-    if args.precisions and not names:
-        raise UserError(
-            "precisions=: expected at least one, such as precisions=fp32,bf16"
-        )
     policies = {name: policy_of(name) for name in names}
-    if args.tasks and not split(args.tasks):
-        raise UserError(
-            "tasks=: expected at least one, such as tasks=last_word,word_order"
-        )
-    if args.tasks:
-        print_tasks(args, policies)
+    if tasks:
+        print_tasks(args, policies, tasks)
     else:
         print_losses(args, policies)
+
+
+def names_in(key: str, text: str, example: str) -> list[str]:
+    """Return the names in the value of a key; UserError for commas alone."""
+    names = split(text)
+    if text and not names:
+        raise UserError(f"{key}={text}: expected a name, such as {key}={example}")
+    return names
 
 
 def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
@@ -143,7 +144,9 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     show(f"all digits: {path}")
 
 
-def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
+def print_tasks(
+    args: Arguments, policies: Mapping[str, Policy], names: Sequence[str]
+) -> None:
     """Print a line for each metric of each task, and write tasks.json into the run."""
     check_at_least(args, limit=0, fewshot=-1, batch=1)
     if args.text:
@@ -160,14 +163,14 @@ def print_tasks(args: Arguments, policies: Mapping[str, Policy]) -> None:
     config, workload, restored = restore_training(run_dir, args.step)
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose_tasks(
-        split(args.tasks),
+        names,
         workload.data.first_documents,
         limit=args.limit or None,
         fewshot=fewshot,
     )
     show(
         f"{run_dir}: {config.precision.name}, step {restored.step:,};"
-        f" {', '.join(split(args.tasks))}",
+        f" {', '.join(names)}",
     )
     show(f"{'precision':<32} {'task':<24} {'metric':<20} {'value':>10}")
     results = []

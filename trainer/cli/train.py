@@ -76,7 +76,7 @@ FLAGS = (
     "--run",
     "--shell-completion",
 )
-SIGNAL_EXIT_CODES = (130, 143)  # exit codes after Ctrl-C and SIGTERM
+SIGNAL_EXIT_CODES = (130, 143)  # Ctrl-C, SIGTERM
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
@@ -84,7 +84,7 @@ RESUME_ALL = "start all processes again with the same run_dir to resume"
 # Seconds to wait for the other processes, which usually end for the same reason.
 LEAVE_SECONDS = 15
 NO_BEST = (
-    "tracker=none: no metrics.jsonl and no report, so the sweep cannot name a best; add"
+    "tracker=none writes no metrics.jsonl, so this sweep cannot rank its jobs; set"
     " tracker=jsonl"
 )
 
@@ -111,7 +111,7 @@ class HydraJob:
         return " ".join(self.sweep_overrides)
 
 
-def load(
+def job_config(
     tree: DictConfig, command_line: CommandLine, sweep_overrides: Sequence[str]
 ) -> Config:
     """Return the checked configuration of a job.
@@ -216,6 +216,67 @@ def report_sweep(jobs: Sequence[HydraJob]) -> None:
             show(f"{job.run_dir} ({job.label}) ended with exit code {job.exit_code}")
 
 
+@dataclass
+class TrainingJobs:
+    """The jobs of a command line, which Hydra starts one after the other.
+
+    Attributes:
+      command_line: the command line.
+      sweep: the jobs as far as they are known in advance.
+      arguments: the user's arguments.
+      started: the jobs that have been started.
+    """
+
+    command_line: CommandLine
+    sweep: Sweep
+    arguments: Sequence[str]
+    started: list[HydraJob] = dataclasses.field(default_factory=list)
+
+    def start_next(self, tree: DictConfig) -> float | None:
+        """Train the next job; return the loss that Hydra's sweepers minimize."""
+        last = self.started[-1] if self.started else None
+        if last and (last.exit_code in SIGNAL_EXIT_CODES or last.error):
+            remove_empty_output_dir()
+            return None  # The signal or the error ends the whole sweep.
+        if in_sweep() and last is None:
+            tracker = with_settings(tree, self.command_line.settings)["tracker"]
+            if tracker["kind"] == "none":
+                show(NO_BEST)
+        run_dir = Path(HydraConfig.get().runtime.output_dir)
+        job = HydraJob(run_dir, overrides_of(self.sweep.keys))
+        self.started.append(job)
+        if in_sweep() and job.sweep_overrides:
+            announce(job, len(self.started), self.sweep)
+        try:
+            with report_errors(job):
+                return self.train(job, tree)
+        except Exception as error:
+            # `main` raises it: here Hydra would print a line of its own above it.
+            job.error = error
+        # A search continues after a refused run.
+        if job.exit_code:
+            return math.inf
+        return None
+
+    def train(self, job: HydraJob, tree: DictConfig) -> float | None:
+        """Train a job, and return its validation loss.
+
+        Raises:
+          UserError: the configuration is not valid, or a search cannot use the loss.
+        """
+        config = job_config(tree, self.command_line, job.sweep_overrides)
+        files = [text for text in self.arguments if text.startswith("config=")]
+        user_keys = {key_of(argument) for argument in long_forms(self.arguments)}
+        # A sweep must not resume a run of an earlier sweep with other values.
+        fixed = ["train.steps", *self.sweep.keys] if in_sweep() else []
+        job.exit_code = start(config, [*files, *overrides_of(user_keys)], fixed)
+        loss = validation_loss(job)
+        if loss is not None and math.isfinite(loss) and is_search():
+            completed = [each for each in self.started if each.exit_code == 0]
+            check_same_text(job, completed[0])
+        return loss
+
+
 def main(argv: list[str]) -> int:
     """Train once, or each job of a sweep.
 
@@ -227,84 +288,50 @@ def main(argv: list[str]) -> int:
     # It becomes True when training begins; a Ctrl-C before is reported differently.
     EARLY_INTERRUPT.guard_entered = False
     try:
-        with explain_file_errors(), explain_hydra_errors(argv):
-            argv = without_dashes(argv, training_keys, FLAGS)
-            refuse_config_name_flags(argv)
-            command_line = expand_arguments(argv)
-            sweep = Sweep.parse(command_line.overrides)
-            problems = sweep.problems(command_line)
-            if command_line.settings and not problems and prints_configuration(argv):
-                # Hydra would print the configuration without the settings.
-                show(resolved_yaml(command_line), end="")
-                return 0
+        return run_command_line(argv)
     except UserError as error:
         complain(error)
         return error.exit_code
+
+
+def run_command_line(argv: list[str]) -> int:
+    """Do what the arguments say, and return the exit code; see `main`.
+
+    Raises:
+      UserError: an argument is not valid.
+    """
+    with explain_file_errors(), explain_hydra_errors(argv):
+        argv = without_dashes(argv, training_keys, FLAGS)
+        refuse_config_name_flags(argv)
+        command_line = expand_arguments(argv)
+        sweep = Sweep.parse(command_line.overrides)
+        problems = sweep.problems(command_line)
+        if command_line.settings and not problems and prints_configuration(argv):
+            # Hydra would print the configuration without the settings.
+            show(resolved_yaml(command_line), end="")
+            return 0
     for problem in problems:
         complain(problem)
     if problems:
         return UserError.exit_code
-    jobs: list[HydraJob] = []
-    user_keys = {key_of(argument) for argument in long_forms(argv)}
-    config_files = [argument for argument in argv if argument.startswith("config=")]
-
-    def run_job(tree: DictConfig) -> float | None:
-        if jobs and (jobs[-1].exit_code in SIGNAL_EXIT_CODES or jobs[-1].error):
-            remove_empty_output_dir()
-            return None  # The signal or the error ends the whole sweep.
-        if not jobs and in_sweep():
-            tracker = with_settings(tree, command_line.settings)["tracker"]
-            if tracker["kind"] == "none":
-                show(NO_BEST)
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
-        job = HydraJob(run_dir, overrides_of(sweep.keys))
-        jobs.append(job)
-        if in_sweep() and job.sweep_overrides:
-            announce(job, len(jobs), sweep)
-        try:
-            with report_errors(job):
-                config = load(tree, command_line, job.sweep_overrides)
-                user_overrides = [*config_files, *overrides_of(user_keys)]
-                # A sweep must not resume a run of an earlier sweep with other values.
-                fixed = ["train.steps", *sweep.keys] if in_sweep() else []
-                job.exit_code = start(config, user_overrides, fixed)
-                loss = validation_loss(job)
-                if loss is not None and math.isfinite(loss) and is_search():
-                    completed = [each for each in jobs if each.exit_code == 0]
-                    check_same_text(job, completed[0])
-                return loss
-        except Exception as error:
-            # `main` raises it: here Hydra would print a line of its own above it.
-            job.error = error
-        # A search continues after a refused run.
-        if job.exit_code:
-            return math.inf
-        return None
-
+    jobs = TrainingJobs(command_line, sweep, argv)
     sys.argv = [sys.argv[0], *with_seed(command_line.overrides)]
+    decorate = hydra.main(config_path=CONFIGS, config_name="config", version_base=None)
+    advice = "choose another run_dir"
     try:
-        with (
-            explain_file_errors("choose another run_dir"),
-            explain_hydra_errors(sys.argv[1:]),
-        ):
-            decorate = hydra.main(
-                config_path=CONFIGS, config_name="config", version_base=None
-            )
-            decorate(run_job)()
+        with explain_file_errors(advice), explain_hydra_errors(sys.argv[1:]):
+            decorate(jobs.start_next)()
     except KeyboardInterrupt:
         if EARLY_INTERRUPT.guard_entered:
             complain("interrupted while ending; re-run the same command to resume")
         else:
             complain(NOTHING_TRAINED)
         return 130
-    except UserError as error:
-        complain(error)
-        return error.exit_code
-    if jobs and jobs[-1].error:
-        raise jobs[-1].error
-    if len(jobs) > 1:
-        report_sweep(jobs)
-    return next((job.exit_code for job in jobs if job.exit_code), 0)
+    if jobs.started and jobs.started[-1].error:
+        raise jobs.started[-1].error
+    if len(jobs.started) > 1:
+        report_sweep(jobs.started)
+    return next((job.exit_code for job in jobs.started if job.exit_code), 0)
 
 
 def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> int:
@@ -382,8 +409,8 @@ def refuse_config_name_flags(argv: Sequence[str]) -> None:
     for flag in argv:
         if flag.partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
             raise UserError(
-                f"{flag} would drop all defaults; config=FILE lays a file of your own"
-                " over them"
+                f"{flag} would drop all defaults; config=FILE overrides them with your"
+                " file"
             )
 
 

@@ -88,7 +88,7 @@ def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precisions": ","}, "expected at least one"),
+        ({"precisions": ","}, "precisions=,: expected a name, such as precisions="),
         ({"batches": -1}, "batches=-1: expected 0 or more"),
         ({"tasks": "last_wrd"}, "'last_wrd' is n"),
         ({"tasks": "last_word", "text": "x"}, "tasks and text: give one of them"),
