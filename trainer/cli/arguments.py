@@ -22,7 +22,9 @@ KEY_COLUMNS = 26  # part of HELP_WIDTH that shows the keys
 MAX_INTEGER = 2**31 - 1  # JAX's integers have 32 bits
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
-STEP = "the checkpoint: newest, best (lowest validation loss), or its number of steps"
+STEP_HELP = (
+    "the checkpoint: newest, best (lowest validation loss), or its number of steps"
+)
 
 
 def argument(help: str, default: typing.Any = dataclasses.MISSING) -> typing.Any:

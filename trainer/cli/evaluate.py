@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import STEP, argument, check_at_least, split
+from trainer.cli.arguments import STEP_HELP, argument, check_at_least, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import finite, write_text
@@ -64,7 +64,7 @@ class Arguments:
         -1,
     )
     batch: int = argument("sequences at once, in tasks", 16)
-    step: str = argument(STEP, "newest")
+    step: str = argument(STEP_HELP, "newest")
 
 
 def main(args: Arguments) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.cli.arguments import STEP, argument
+from trainer.cli.arguments import STEP_HELP, argument
 from trainer.errors import UserError
 from trainer.files import ORIGIN, path_of, write_text
 from trainer.text import show
@@ -31,7 +31,7 @@ class Arguments:
 
     run_dir: str = argument("the run's directory")
     out: str = argument("new or empty directory to write to")
-    step: str = argument(STEP, "newest")
+    step: str = argument(STEP_HELP, "newest")
     format: Literal["wide", "fp8"] = argument(
         "wide: all weights in dtype; fp8: those of the run's FP8 matmuls in FP8, with"
         " scales, for vLLM",

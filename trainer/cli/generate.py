@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cli.arguments import STEP, argument, check_at_least
+from trainer.cli.arguments import STEP_HELP, argument, check_at_least
 from trainer.errors import UserError
 from trainer.files import path_of
 from trainer.text import note, show
@@ -38,7 +38,7 @@ class Arguments:
         "keep the fewest likeliest tokens that reach this probability; 1 keeps all", 1.0
     )
     seed: int = argument("random seed of the samples", 0)
-    step: str = argument(STEP, "newest")
+    step: str = argument(STEP_HELP, "newest")
 
 
 def prompts_of(args: Arguments) -> Iterator[str]:

@@ -106,7 +106,7 @@ class WorkerJob(NamedTuple):
       fixed: keys and groups that must equal those of the run to resume, see
         RunDir.check.
       folder: the directory of the command.
-      stop: handle of a `StopRequest`.
+      stop: handle of a `StopActor`.
     """
 
     config: Mapping[str, Any]
@@ -116,15 +116,17 @@ class WorkerJob(NamedTuple):
     stop: Any
 
 
-class StopRequest:
+class StopActor:
     """A Ray actor that stops the workers after a step, with a checkpoint.
 
     Rank 0 receives the signal; the training loop makes all ranks agree.
     """
 
     def __init__(self) -> None:
-        self._signal, self._training = 0, False
-        self._wake, self._stopped = asyncio.Event(), asyncio.Event()
+        self._signal = 0
+        self._training = False
+        self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
 
     async def set_training(self, now: bool) -> None:
         """Note whether workers train now."""
@@ -180,24 +182,25 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
     Ray calls them in its controller, a process beside the command.
 
     Args:
-      stop: handle of the `StopRequest`.
+      stop: handle of the `StopActor`.
       stop_seconds: seconds that workers may take to stop; None: no limit.
     """
 
     def __init__(self, stop: Any, stop_seconds: float | None) -> None:
         self.stop, self.stop_seconds = stop, stop_seconds
         self.is_training = False
-        self.asked_for = 0
-        self.has_waited = False
-        self.places: list[str] = []
+        self.requested = 0
+        self.reported_shortage = False
+        self.locations: list[str] = []
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Print the machine and the process of each worker."""
         processes = [worker.metadata for worker in worker_group.get_workers()]
-        self.places = [f"{p.hostname}, process {p.pid}" for p in processes]
-        listed = "; ".join(f"{i} on {place}" for i, place in enumerate(self.places))
-        show(f"workers: {listed}")
-        self.asked_for, self.has_waited = 0, False
+        self.locations = [f"{p.hostname}, process {p.pid}" for p in processes]
+        ranks = enumerate(self.locations)
+        show(f"workers: {'; '.join(f'{rank} on {where}' for rank, where in ranks)}")
+        self.requested = 0
+        self.reported_shortage = False
 
     def after_worker_group_training_start(self, worker_group: Any) -> None:
         """Note that workers train."""
@@ -210,13 +213,13 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
     ) -> None:
-        """Print once that the cluster lacks room, if Ray will ask for workers again."""
-        if isinstance(current_state, ReschedulingState) and not self.has_waited:
-            self.has_waited = True
+        """Print once that the cluster lacks resources, if Ray will retry."""
+        if isinstance(current_state, ReschedulingState) and not self.reported_shortage:
+            self.reported_shortage = True
             show(
-                f"the cluster has no room for {workers(self.asked_for)}, or still"
-                " counts a lost machine: asking until it has; a machine on which Ray is"
-                " started is taken in"
+                f"the cluster has no free resources for {workers(self.requested)} (a"
+                " lost machine may still be counted); retrying. To add a machine, run"
+                " `ray start --address=HOST:6379` there"
             )
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -232,12 +235,14 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
             raise refusals[0]
         if errors and self.is_training:
             self._set_training(False)
-            ranks, lowest = ", ".join(str(rank) for rank in sorted(errors)), min(errors)
+            ranks = ", ".join(map(str, sorted(errors)))
+            lowest = min(errors)
+            reason = f"{self.locations[lowest]}: {describe(errors[lowest])}"
             show(
                 f"worker {ranks} of {len(worker_group_status.worker_statuses)} has"
-                f" failed ({self.places[lowest]}: {describe(errors[lowest])}): starting"
-                " again with the workers that the cluster has, from the newest"
-                " checkpoint, or from the beginning if there is none"
+                f" failed ({reason}): starting again with the workers that the cluster"
+                " has, from the newest checkpoint, or from the beginning if there is"
+                " none"
             )
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
@@ -251,8 +256,8 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
             )
             with contextlib.suppress(GetTimeoutError):
                 ray.get(self.stop.interrupt.remote(), timeout=self.stop_seconds)
-        if count != self.asked_for:
-            self.asked_for = count
+        if count != self.requested:
+            self.requested = count
             show(f"asking the cluster for {workers(count)}")
 
 
@@ -271,7 +276,7 @@ def describe(error: Exception) -> str:
     if is_lost(error):
         return "its process or its machine has ended"
     if LOST_PROCESS.search(str(error)):
-        return "its connection to another worker is gone"
+        return "it lost the connection to another worker"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -291,7 +296,7 @@ def launch(
     """
     connect()
     with tempfile.TemporaryDirectory() as storage:
-        stop = ray.remote(num_cpus=0)(StopRequest).options(
+        stop = ray.remote(num_cpus=0)(StopActor).options(
             # Pinned to the command's machine, so that losing another does not end it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_backend_optimization_level": 0,
 }
-# A stub for NVIDIA's assembler, which takes a third of the time. XLA only needs a
+# Stub assembler: the real one takes a third of the compile time. XLA only needs a
 # non-empty file and the assembler's version.
 ASSEMBLER = """#!/bin/sh
 case $1 in --version) exec {ptxas} --version ;; esac
@@ -214,33 +214,33 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
       assignment: XLA's dump of the buffer assignment.
       live_ranges: XLA's dump of the live ranges.
     """
-    # by name: the allocation and the offset in it, and the buffer
+    # By name, the address (allocation and offset) and the buffer.
     buffers: dict[str, tuple[tuple[int, int], Buffer]] = {}
-    allocation, is_temporary = 0, False
+    allocation = 0
+    is_temporary = False
     for line in assignment.splitlines():
         if line.startswith("allocation"):
-            allocation, is_temporary = (
-                allocation + 1,
-                line.endswith("preallocated-temp:"),
-            )
+            allocation += 1
+            is_temporary = line.endswith("preallocated-temp:")
             continue
         match = BUFFER.match(line) if is_temporary else None
         if match is not None:
             name, size, offset, dtype, dims = match.groups()
             shape = Shape(dtype, tuple(map(int, dims.split(","))) if dims else ())
-            buffers[name if name.endswith("}") else name + "{}"] = (
-                (allocation, int(offset)),
-                Buffer(name, shape, int(size)),
-            )
-    changes: dict[int, list[tuple[int, str]]] = defaultdict(list)
+            buffer = Buffer(name, shape, int(size))
+            key = name if name.endswith("}") else name + "{}"
+            buffers[key] = ((allocation, int(offset)), buffer)
+    starts_and_ends: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for name, first, last in LIVE_RANGE.findall(live_ranges):
         if name in buffers:
-            changes[int(first)].append((1, name))
-            changes[int(last) + 1].append((-1, name))
+            starts_and_ends[int(first)].append((1, name))
+            starts_and_ends[int(last) + 1].append((-1, name))
     live: dict[tuple[tuple[int, int], int], list[Buffer]] = defaultdict(list)
-    total, peak, at_peak = 0, -1, list[Buffer]()
-    for moment in sorted(changes):
-        for change, name in sorted(changes[moment]):  # ends come before beginnings
+    total = 0
+    peak = -1
+    at_peak: list[Buffer] = []
+    for time in sorted(starts_and_ends):
+        for change, name in sorted(starts_and_ends[time]):  # ends come before starts
             address, buffer = buffers[name]
             same_address = live[address, buffer.bytes]
             was_live = bool(same_address)
@@ -250,5 +250,6 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
                 same_address.remove(buffer)
             total += buffer.bytes * (bool(same_address) - was_live)
         if total > peak:
-            peak, at_peak = total, [values[0] for values in live.values() if values]
+            peak = total
+            at_peak = [values[0] for values in live.values() if values]
     return sorted(at_peak, key=lambda buffer: -buffer.bytes)

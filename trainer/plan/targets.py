@@ -20,14 +20,14 @@ class Target:
     Attributes:
       device: as in `jax.Device.device_kind`; `peak_flops` looks up its rates by it.
       capability: CUDA compute capability.
-      cores: streaming multiprocessors.
-      lanes: FP32 units per multiprocessor.
+      sm_count: number of streaming multiprocessors (SMs).
+      fp32_units_per_sm: FP32 units of an SM.
       clock_ghz: the boost clock.
       memory: bytes.
       bandwidth: of the memory, bytes per second.
       l2: bytes of the L2 cache.
-      shared: bytes of shared memory per multiprocessor; a block may have 1 KiB less.
-      threads: that a multiprocessor holds at once.
+      shared_memory: bytes of shared memory of an SM; a block may have 1 KiB less.
+      max_threads_per_sm: threads that an SM holds at once.
       links: NVLinks; 0: PCI Express.
       link_bandwidth: of all links together, bytes per second in each direction.
       network: between hosts, bytes per second of each GPU in each direction.
@@ -35,14 +35,14 @@ class Target:
 
     device: str
     capability: tuple[int, int]
-    cores: int
-    lanes: int
+    sm_count: int
+    fp32_units_per_sm: int
     clock_ghz: float
     memory: int
     bandwidth: float
     l2: int
-    shared: int
-    threads: int
+    shared_memory: int
+    max_threads_per_sm: int
     links: int
     link_bandwidth: float
     network: float
@@ -58,20 +58,20 @@ gpu_device_info {{
   name: "{self.device}"
   device_vendor: "NVIDIA Corporation"
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
-  core_count: {self.cores}
-  fpus_per_core: {self.lanes}
+  core_count: {self.sm_count}
+  fpus_per_core: {self.fp32_units_per_sm}
   clock_rate_ghz: {self.clock_ghz}
   memory_bandwidth: {self.bandwidth:.0f}
   device_memory_size: {self.memory}
   l2_cache_size: {self.l2}
-  shared_memory_per_core: {self.shared}
+  shared_memory_per_core: {self.shared_memory}
   shared_memory_per_block: {48 * 1024}
-  shared_memory_per_block_optin: {self.shared - 1024}
+  shared_memory_per_block_optin: {self.shared_memory - 1024}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: {self.threads}
+  threads_per_core_limit: {self.max_threads_per_sm}
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
@@ -101,14 +101,14 @@ KIB, MIB = 2**10, 2**20
 H100 = Target(
     "NVIDIA H100 80GB HBM3",
     (9, 0),
-    cores=132,
-    lanes=128,
+    sm_count=132,
+    fp32_units_per_sm=128,
     clock_ghz=1.98,
     memory=80 * 10**9,
     bandwidth=3.35e12,
     l2=50 * MIB,
-    shared=228 * KIB,
-    threads=2048,
+    shared_memory=228 * KIB,
+    max_threads_per_sm=2048,
     links=18,
     link_bandwidth=450e9,
     network=50e9,
@@ -118,14 +118,14 @@ H100 = Target(
 B200 = Target(
     "NVIDIA B200",
     (10, 0),
-    cores=148,
-    lanes=128,
+    sm_count=148,
+    fp32_units_per_sm=128,
     clock_ghz=1.965,
     memory=180 * 10**9,
     bandwidth=8e12,
     l2=126 * MIB,
-    shared=228 * KIB,
-    threads=2048,
+    shared_memory=228 * KIB,
+    max_threads_per_sm=2048,
     links=18,
     link_bandwidth=900e9,
     network=50e9,
@@ -136,14 +136,14 @@ TARGETS = {
     "a100": Target(
         "NVIDIA A100-SXM4-80GB",
         (8, 0),
-        cores=108,
-        lanes=64,
+        sm_count=108,
+        fp32_units_per_sm=64,
         clock_ghz=1.41,
         memory=80 * 10**9,
         bandwidth=2.039e12,
         l2=40 * MIB,
-        shared=164 * KIB,
-        threads=2048,
+        shared_memory=164 * KIB,
+        max_threads_per_sm=2048,
         links=12,
         link_bandwidth=300e9,
         network=25e9,
@@ -153,14 +153,14 @@ TARGETS = {
     "l40s": Target(
         "NVIDIA L40S",
         (8, 9),
-        cores=142,
-        lanes=128,
+        sm_count=142,
+        fp32_units_per_sm=128,
         clock_ghz=2.52,
         memory=48 * 10**9,
         bandwidth=864e9,
         l2=96 * MIB,
-        shared=100 * KIB,
-        threads=1536,
+        shared_memory=100 * KIB,
+        max_threads_per_sm=1536,
         links=0,
         link_bandwidth=32e9,
         network=25e9,
@@ -168,14 +168,14 @@ TARGETS = {
     "rtx4090": Target(
         "NVIDIA GeForce RTX 4090",
         (8, 9),
-        cores=128,
-        lanes=128,
+        sm_count=128,
+        fp32_units_per_sm=128,
         clock_ghz=2.52,
         memory=24 * 10**9,
         bandwidth=1.008e12,
         l2=72 * MIB,
-        shared=100 * KIB,
-        threads=1536,
+        shared_memory=100 * KIB,
+        max_threads_per_sm=1536,
         links=0,
         link_bandwidth=32e9,
         network=12.5e9,
@@ -190,7 +190,7 @@ TARGETS = {
         B200,
         device="NVIDIA B300",
         capability=(10, 3),
-        cores=160,
+        sm_count=160,
         memory=288 * 10**9,
         network=100e9,
     ),
@@ -198,14 +198,14 @@ TARGETS = {
     "rtx5090": Target(
         "NVIDIA GeForce RTX 5090",
         (12, 0),
-        cores=170,
-        lanes=128,
+        sm_count=170,
+        fp32_units_per_sm=128,
         clock_ghz=2.407,
         memory=32 * 10**9,
         bandwidth=1.792e12,
         l2=96 * MIB,
-        shared=100 * KIB,
-        threads=1536,
+        shared_memory=100 * KIB,
+        max_threads_per_sm=1536,
         links=0,
         link_bandwidth=64e9,
         network=12.5e9,

@@ -84,13 +84,13 @@ RATES = {
     COPIES: Rate(1.0, 0.90),
     OTHER: Rate(1.0, 0.50, 0.5),
 }
-# of the peak: the backward pass of attention that sums in one order, in three kernels
+# Share of peak FLOPs of the deterministic attention backward (three kernels).
 BACKWARD_ATTENTION = 0.19
-# of the bandwidth: a kernel that writes an array and its transpose
+# Share of the bandwidth of a kernel that writes an array and its transpose.
 BOTH_ORDERS = 0.24
 GAP_US = 0.9  # between kernels of a CUDA graph
 TILE = 128  # rows and columns of a matmul that a multiprocessor computes at a time
-# contracted elements, at least, of each part of a split-K matmul of cuBLASLt
+# Minimum contracted elements of each part of a split-K matmul of cuBLASLt.
 SPLIT = 2048
 
 
@@ -104,8 +104,8 @@ def fill(gemm: Gemm, target: Target) -> float:
     tiles = batch * math.ceil(rows / TILE) * math.ceil(columns / TILE)
     fills = []
     for n in range(1, max(contracted // SPLIT, 1) + 1):
-        waves = math.ceil(tiles * n / target.cores)
-        fills.append(tiles * n / (waves * target.cores))
+        waves = math.ceil(tiles * n / target.sm_count)
+        fills.append(tiles * n / (waves * target.sm_count))
     return max(fills)
 
 
@@ -115,7 +115,8 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
     Of a collective it is the time without the transfer.
     """
     busy: dict[str, float] = defaultdict(float)
-    classes, out = classes_of(program), list[tuple[Kernel, float]]()
+    classes = classes_of(program)
+    predictions = []
     for gemm in program.gemms:
         seconds = gemm_seconds(gemm.flops / gemm.times, gemm.dtype, target)
         busy[gemm.name] += (
@@ -126,21 +127,24 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
         busy[call.name] += attention_seconds(call, target) / share
     executed = {e.instruction.name: e for e in program.executed}
     accumulating = {gemm.name for gemm in program.gemms if gemm.accumulates}
-    lanes = target.cores * target.lanes * target.clock_ghz * 1e9
+    fp32_units = target.sm_count * target.fp32_units_per_sm
+    lane_rate = fp32_units * target.clock_ghz * 1e9
     for kernel in program.kernels:
-        kind, work = classes[kernel.name], busy[kernel.name]
-        rate = RATES[kind]
-        if kind != COLLECTIVES:
+        kernel_class = classes[kernel.name]
+        work = busy[kernel.name]
+        rate = RATES[kernel_class]
+        if kernel_class != COLLECTIVES:
             run = executed[kernel.name]
-            both = program.writes_both_orders(run)
-            share = BOTH_ORDERS if both else rate.bytes
+            writes_both = program.writes_both_orders(run)
+            share = BOTH_ORDERS if writes_both else rate.bytes
             moved = kernel.bytes / target.bandwidth / share
             clocks = lane_clocks(program, run)
             if kernel.name in accumulating:
                 work += moved  # its tiles are read and written after the matmul
-            work = max(work, moved, clocks / lanes / rate.lanes)
-        out.append((kernel, kernel.times * (work + 1e-6 * rate.fixed_us)))
-    return out
+            work = max(work, moved, clocks / lane_rate / rate.lanes)
+        seconds = kernel.times * (work + 1e-6 * rate.fixed_us)
+        predictions.append((kernel, seconds))
+    return predictions
 
 
 def predicted(program: Program, hardware: Hardware) -> Figures:
@@ -148,9 +152,10 @@ def predicted(program: Program, hardware: Hardware) -> Figures:
 
     Seconds are under ("predicted", class), kernels under ("launches", class), the
     transfers behind other kernels under ("hidden", "collectives"). The gaps between all
-    kernels are a class of their own.
+    kernels are one more class.
     """
-    classes, out = classes_of(program), defaultdict[tuple[str, ...], float](float)
+    classes = classes_of(program)
+    out: Figures = defaultdict(float)
     busy: dict[str, float] = {}
     for kernel, seconds in kernel_predictions(program, hardware.target):
         out["launches", classes[kernel.name]] += kernel.times

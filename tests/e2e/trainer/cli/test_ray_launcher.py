@@ -88,7 +88,7 @@ def test_a_signal_while_it_waits_for_machines_ends_the_command(nodes, tmp_path):
     words = ["launcher=ray", "launcher.workers=[1,1]", "launcher.worker_cpus=2"]
     process = trainer(tmp_path, "A", *ARGS, *words, RAY_ADDRESS=nodes.address)
     for line in process.stdout:
-        if "the cluster has no room for 1 worker," in line:
+        if "the cluster has no free resources for 1 worker" in line:
             break
     process.send_signal(signal.SIGTERM)
     output = finish(process, code=143)
