@@ -44,6 +44,8 @@ NUMBER_OR_BOOL = re.compile(
     r"(?=\s*(?:[,\]]|$))",
     re.IGNORECASE,
 )
+# Hydra reads these values of a group as something else than a name.
+NOT_A_CHOICE = re.compile(r"\[.*|null|true|false|[+-]?[\d.]+", re.IGNORECASE)
 PATTERN_KEYS = ("data.paths", "data.sources")
 
 
@@ -131,7 +133,7 @@ def with_presets(phases: Any) -> Any:
     """Return `train.phases` with all fields of the precisions that it names.
 
     Raises:
-      UserError: a phase names no preset.
+      UserError: a phase names an unknown preset.
     """
     if not isinstance(phases, list):
         return phases
@@ -163,7 +165,8 @@ def preset(name: str) -> dict[str, Any]:
     """Return the fields of a preset. Raises UserError for an unknown name."""
     if name not in presets():
         raise UserError(
-            f"train.phases: precision={name!r} is no preset; {nearest(name, presets())}"
+            f"train.phases: precision={name} is not a preset;"
+            f" {nearest(name, presets())}"
         )
     base, changes = (
         OmegaConf.load(Path(CONFIGS, folder))
@@ -190,7 +193,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     families = choice_of_each_family()
     for argument in overrides:
         key, _, value = argument.partition("=")
-        if key in groups and value.startswith("["):
+        if key in groups and NOT_A_CHOICE.fullmatch(value):
             raise UserError(f"{argument}: expected one of {', '.join(groups[key])}")
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
@@ -248,7 +251,7 @@ class Sweep(NamedTuple):
 
     Attributes:
       keys: the keys that have several values.
-      jobs: the overrides of each job; empty if it is no sweep, or if its jobs cannot be
+      jobs: the overrides of each job; empty without a sweep, or if its jobs cannot be
         listed in advance.
     """
 
@@ -409,11 +412,17 @@ def describe_wrong_key(key: str, tree: Any) -> str:
                 hint = suggest_other_group(parts[-1], root) or hint
             return f"unknown key {key}; {hint}"
         tree = tree[part]
-    return f"{key} cannot be overridden like this"
+    if isinstance(tree, dict) and tree:
+        example = f"{key}.{next(iter(tree))}=VALUE"
+        return f"{key} is a group of keys; give them one by one, such as {example}"
+    return (
+        f"{key} cannot be set, because another argument removes it by ~; leave one of"
+        " the two out"
+    )
 
 
 def suggest_other_group(name: str, tree: Any) -> str:
-    """Return a hint to keys of this name in other groups; empty: there are none."""
+    """Return a hint to keys of this name in other groups; empty if there are none."""
     keys = [key for key, _ in flatten(tree)]
     similar = [key for key in keys if key.split(".")[-1] == name]
     if not similar:
@@ -426,7 +435,7 @@ def suggest_other_group(name: str, tree: Any) -> str:
 def describe_wrong_choice(group: str, choice: str) -> str:
     """Return the message for a choice that a group does not have, with valid ones."""
     valid = choices_of_groups()[group]
-    text = f"{group}={choice}: there is no {group}/{choice}; {nearest(choice, valid)}"
+    text = f"{group}={choice} is not a choice; {nearest(choice, valid)}"
     if group == "precision":
         similar = [name for name in valid if choice in name]
         if similar:

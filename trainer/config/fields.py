@@ -86,9 +86,9 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
     prefix = f"{path}." if path else ""
     for key in tree:
         if key not in hints:
-            new = new_name(f"{prefix}{key}")
-            advice = f"it was renamed; use {new}"
-            if new is None:
+            new_key = new_name(f"{prefix}{key}")
+            advice = f"it was renamed; use {new_key}"
+            if new_key is None:
                 advice = nearest(str(key), list(hints))
             raise UserError(f"unknown key {prefix}{key}{variant}; {advice}")
     optional = {
@@ -101,8 +101,8 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
     ]
     if missing:
         raise UserError(
-            f"missing key {', '.join(missing)}{variant}; choose the group again or give"
-            " it a value"
+            f"missing key {', '.join(missing)}{variant}; add {missing[0]}=VALUE, or"
+            " GROUP=CHOICE, which sets it"
         )
     values = {}
     for key, hint in hints.items():
@@ -187,7 +187,7 @@ def _in_type(hint: Any, value: Any, path: str) -> Any:
                 f" {_describe_list(args[0], path)}"
             )
         return tuple(converted(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-    # Python's True is an int, but `true` is no number of a configuration.
+    # Python's True is an int, but `true` is not a number of a configuration.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         check(int, value, path)  # `float` would overflow on a huge number
         return float(value)
@@ -212,7 +212,7 @@ def _variants(hint: Any) -> Variants | None:
 
 
 def check_groups(cls: type, tree: Mapping[str, Any]) -> None:
-    """Raise UserError if a group of the dataclass `cls` is no mapping."""
+    """Raise UserError if a group of the dataclass `cls` is not a mapping."""
     for key, hint in annotations(cls).items():
         is_group = dataclasses.is_dataclass(hint) or _variants(hint) is not None
         if is_group and not isinstance(tree.get(key, {}), Mapping):

@@ -65,7 +65,7 @@ def inherit(
     conflicts = []
     for key, value in architecture.items():
         if model.get(key) not in (None, value):
-            conflicts.append(f"model.{key}={model[key]} ({value} there)")
+            conflicts.append(f"model.{key}={model[key]} ({value} in init_from)")
     if conflicts:
         raise UserError(
             f"model=from_init, but init_from={init_from} is another model:"
@@ -101,7 +101,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         return {"family": family} | {key: model[key] for key in keys}
     except DAMAGED as error:
         raise UserError(
-            f"{file} is damaged: it does not tell the model; choose the model by name"
+            f"{file} is damaged: it does not name the model; choose the model by name"
         ) from error
 
 
@@ -127,8 +127,8 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         raise UserError(f"{file}: {error}") from None
     except DAMAGED as error:
         raise UserError(
-            f"{file} does not tell the sizes of a model ({error}); choose the model by"
-            " name"
+            f"{file} does not contain the sizes of a model ({error}); choose the model"
+            " by name"
         ) from error
     with well_formed(file, "choose the model by name"):
         check_sizes(source, architecture)

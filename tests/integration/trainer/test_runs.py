@@ -63,7 +63,7 @@ from trainer.report.run_records import RunRecords
         (["run_dir=new", "eval.tasks=[last_wrd]"], ["'last_wrd' is n"]),
         (
             ["run_dir=new", "model=from_init", "init_from=A", "model.n_layer=3"],
-            ["model.n_layer=3 (1 there)"],
+            ["model.n_layer=3 (1 in init_from)"],
         ),
         (
             ["run_dir=new", "resume=A", "train.steps=20"],

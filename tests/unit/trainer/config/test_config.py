@@ -191,6 +191,11 @@ def test_a_setting_that_the_source_does_not_use_is_refused(source, ignored):
     ("arguments", "says"),
     [
         (["data.paths=[book.txt]"], "it belongs to data=text: add data=text"),
+        (["data=null"], "data=null: expected one of embedded, hf, mix"),
+        (["data=1"], "data=1: expected one of embedded, hf, mix"),
+        (["data={a:1}"], "data is a group of keys; give them one by one, such as data"),
+        (["~seed", "seed=3"], "seed cannot be set, because another argument removes"),
+        (["~seed"], "missing key seed; add seed=VALUE, or GROUP=CHOICE, which sets it"),
         (["optimizer.name=lion"], "unknown key optimizer.eps of lion"),
         (["precision=scalify_fp8_f16"], "did you mean 'scalify_fp8_fp16'"),
         (["data.paths=[a (1).txt]"], "need quotes within quotes"),

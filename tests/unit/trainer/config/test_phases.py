@@ -52,7 +52,7 @@ def test_each_phase_has_its_own_settings_and_rates():
         ),
         (
             "[{until:6,precision:bf61},{}]",
-            "train.phases: precision='bf61' is no preset; did you mean 'bf16'",
+            "train.phases: precision=bf61 is not a preset; did you mean 'bf16'",
         ),
     ],
 )
