@@ -38,7 +38,8 @@ class Arguments:
         "wide",
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = argument(
-        "format of the weights; auto: fp32, or beside FP8 the run's precision.compute",
+        "format of the weights; auto: fp32, or with format=fp8 the run's"
+        " precision.compute",
         "auto",
     )
 
@@ -50,11 +51,11 @@ def check_out(out: Path) -> None:
     one. Hidden files, such as a clone's `.git`, are accepted.
 
     Raises:
-      UserError: `out` has other files, or is no directory.
+      UserError: `out` has other files, or is not a directory.
     """
     if not out.is_dir():
         if out.exists() or out.is_symlink():
-            raise UserError(f"out={out} is no directory; choose another one")
+            raise UserError(f"out={out} is not a directory; choose another path")
         return
     names = sorted(path.name for path in out.iterdir() if path.name[0] != ".")
     if names:
@@ -71,7 +72,7 @@ def original_directory(
     """Return the directory with the tokenizer files of a run's initial weights.
 
     It is the run's copy, or the original directory for a run of an earlier version.
-    None: the run started without weights, the directory is gone, or its tokenizer
+    None: the run started without weights, the directory was removed, or its tokenizer
     differs from the run's.
     """
     from trainer.assembly.data import start_directory
@@ -146,8 +147,8 @@ def describe_origin(origin: Path, files: Sequence[Path]) -> str:
 def tokenizer_class(out: Path) -> str:
     """Return the class of transformers that reads the exported tokenizer as it is.
 
-    AutoTokenizer builds some tokenizers anew, with a word pattern of its own.
-    transformers 5 does so for every tokenizer beside a Qwen2 model.
+    AutoTokenizer rebuilds some tokenizers with another word pattern. transformers 5
+    does so for every tokenizer in the directory of a Qwen2 model.
     """
     has_file = (out / "tokenizer.json").is_file()
     if has_file:
@@ -224,23 +225,16 @@ def main(args: Arguments) -> None:
 
     from trainer.assembly.fp8_export import restore_fp8_kernels
     from trainer.assembly.saved_model import restore_run
-    from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
-    from trainer.files import read_object
-    from trainer.models.huggingface import save
-    from trainer.models.weight_files import (
-        carry_tokenizer,
-        tokenizer_files,
-        write_object,
-    )
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
 
-    check_out(Path(args.out))
-    model = restore_run(Path(args.run_dir), args.step)
+    run_dir, out = Path(args.run_dir), Path(args.out)
+    check_out(out)
+    model = restore_run(run_dir, args.step)
     dtype, kernels = "fp32", None
     if args.format == "fp8":
         dtype = model.config.precision.compute
-        kernels = restore_fp8_kernels(Path(args.run_dir), model.step)
+        kernels = restore_fp8_kernels(run_dir, model.step)
     if args.dtype != "auto":
         dtype = args.dtype
     params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), model.params)
@@ -249,43 +243,20 @@ def main(args: Arguments) -> None:
         raise UserError(
             f"dtype={dtype}: {name} is not finite in it; choose fp32 or bf16"
         )
-    eot = model.tokenizer.eot
-    run_dir, out = Path(args.run_dir), Path(args.out)
     origin = original_directory(model.config, run_dir, model.tokenizer)
-    # What cannot be exported is refused before the weights are written.
-    generation_settings = generation_config(origin, eot)
-    if origin is None:
-        check_hf_pattern(model.tokenizer)
-        original_files = []
-    else:
-        original_files = tokenizer_files(origin)
-    weights = save(args.out, model.spec, params, eot, kernels)
-    write_object(out / "generation_config.json", generation_settings)
-    if origin is None:
-        tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
-    else:
-        config = with_ids_of(origin, read_object(out / "config.json"))
-        write_object(out / "config.json", config)
-        tokenizer_paths = carry_tokenizer(original_files, out)
-        limit_lengths(out, model.spec.context)
+    files, tokenizer_paths = write_files(out, model, params, kernels, origin)
     reader = tokenizer_class(out)
     formats = dtype if kernels is None else f"fp8 and {dtype}"
     write_text(out / "README.md", model_card(model, formats, reader))
-    files = [
-        *(path.name for path in weights),
-        "config.json",
-        "generation_config.json",
-        "README.md",
-        *(path.name for path in tokenizer_paths),
-    ]
-    show(f"wrote {args.out}, step {model.step:,}: {', '.join(files)}")
+    names = [path.name for path in [*files, out / "README.md", *tokenizer_paths]]
+    show(f"wrote {args.out}, step {model.step:,}: {', '.join(names)}")
     if origin is not None:
         show(describe_origin(origin, tokenizer_paths))
     elif model.config.init_from is not None:
         show(
-            f"init_from={model.config.init_from} is not here, is no Hugging Face"
+            f"init_from={model.config.init_from} was removed, is not a Hugging Face"
             " directory, or has another tokenizer: no chat template is exported,"
-            " and no eos_token_id but the run's own"
+            " and no eos_token_id but the run's"
         )
     if kernels is not None:
         show(f"{len(kernels)} FP8 matmuls; serve it: vllm serve {args.out}")
@@ -294,3 +265,51 @@ def main(args: Arguments) -> None:
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"
         f" transformers.{reader} likewise"
     )
+
+
+def write_files(
+    out: Path, model: "SavedModel", params: Any, kernels: Any, origin: Path | None
+) -> tuple[list[Path], list[Path]]:
+    """Write the weights, the configurations and the tokenizer.
+
+    Args:
+      out: the export's directory.
+      model: the run's model.
+      params: its parameters in the format of the export.
+      kernels: the FP8 kernels; None: all weights are wide.
+      origin: see `original_directory`.
+
+    Returns:
+      the files of the model, and those of the tokenizer.
+
+    Raises:
+      UserError: the tokenizer cannot be exported; nothing was written.
+    """
+    from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
+    from trainer.files import read_object
+    from trainer.models.huggingface import save
+    from trainer.models.weight_files import (
+        carry_tokenizer,
+        tokenizer_files,
+        write_object,
+    )
+
+    eot = model.tokenizer.eot
+    config_file = out / "config.json"
+    generation_file = out / "generation_config.json"
+    # Refuse before the weights are written.
+    generation_settings = generation_config(origin, eot)
+    original_files = []
+    if origin is None:
+        check_hf_pattern(model.tokenizer)
+    else:
+        original_files = tokenizer_files(origin)
+    weights = save(out, model.spec, params, eot, kernels)
+    write_object(generation_file, generation_settings)
+    if origin is None:
+        tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
+    else:
+        write_object(config_file, with_ids_of(origin, read_object(config_file)))
+        tokenizer_paths = carry_tokenizer(original_files, out)
+        limit_lengths(out, model.spec.context)
+    return [*weights, config_file, generation_file], tokenizer_paths

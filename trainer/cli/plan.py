@@ -296,7 +296,7 @@ def later_lines(plan: "StepPlan") -> list[str]:
 
 
 def predicted_lines(plan: "StepPlan") -> list[str]:
-    """Return the predicted times as a Markdown table, beside bf16's if compiled."""
+    """Return the predicted times as a Markdown table, with bf16's if compiled."""
     from trainer.compiled.classes import CLASSES, GAPS
 
     seconds = plan.measured.seconds

@@ -55,8 +55,8 @@ def text_settings(overrides: Sequence[str]) -> Data:
     data = compose_config(overrides).data
     if data.source in ("prepared", "mix"):
         raise UserError(
-            f"data={data.source} has no text of its own; valid: data=text, hf, embedded"
-            " or python"
+            f"data={data.source} has no text to tokenize; valid: data=text, hf,"
+            " embedded or python"
         )
     return data
 

@@ -179,7 +179,7 @@ class Trainer(DataParallelTrainer):
 class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
     """Callbacks that print what happens to workers.
 
-    Ray calls them in its controller, a process beside the command.
+    Ray calls them in its controller, a process other than the command.
 
     Args:
       stop: handle of the `StopActor`.

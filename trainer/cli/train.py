@@ -251,7 +251,7 @@ class TrainingJobs:
             with report_errors(job):
                 return self.train(job, tree)
         except Exception as error:
-            # `main` raises it: here Hydra would print a line of its own above it.
+            # `run_command_line` raises it: here Hydra would print one more line.
             job.error = error
         # A search continues after a refused run.
         if job.exit_code:
@@ -476,7 +476,7 @@ def is_distributed() -> bool:
 def exit_without_waiting(code: int) -> NoReturn:
     """Exit at once, without waiting for the other processes.
 
-    If all processes waited, a launcher that watches them could not tell which one
+    If all processes waited, a launcher that watches them could not see which one
     failed.
     """
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Commands that take the keys of training beside keys of their own."""
+"""Commands that take the keys of training in addition to their own."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -50,12 +50,12 @@ def fetch(key: str, value: str) -> str:
         ) from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{key}={value} is no path here, and the hub has no such repository (or you"
-            " may not read it); valid: a path, or OWNER/NAME of the hub"
+            f"{key}={value} is not a path here, and the hub has no such repository (or"
+            " you may not read it); valid: a path, or OWNER/NAME of the hub"
         ) from None
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
         raise UserError(
-            f"{key}={value} is no path here, and the hub cannot be reached"
+            f"{key}={value} is not a path here, and the hub cannot be reached"
             f" ({type(error).__name__}); fetch it where there is a network, by"
             f" `hf download {name}`, and give the directory"
         ) from error

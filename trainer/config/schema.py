@@ -159,8 +159,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """DiLoCo's replicas and outer optimizer; `parallel=diloco` has values, and all keys
-    are null without replicas.
+    """DiLoCo's replicas and outer optimizer; `parallel=diloco` sets defaults, and all
+    keys are null without replicas.
 
     Attributes:
       replicas: number of replicas, each with its own optimizer.
@@ -197,7 +197,7 @@ class Launcher:
     itself trains, and all keys are null.
 
     Attributes:
-      kind: the launcher; None: none.
+      kind: the launcher; None: no launcher.
       workers: minimum and maximum number of workers; each is a process.
       worker_gpus: GPUs of a worker; None: one if the cluster has GPUs, else none.
       worker_cpus: CPU cores of a worker; None: one.
@@ -289,10 +289,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """Tasks that evaluate the model, beside the validation loss.
+    """Tasks that evaluate the model, in addition to the validation loss.
 
     Attributes:
-      tasks: tasks of `scalify-trainer evaluate`; None: none.
+      tasks: tasks of `scalify-trainer evaluate`; None: no tasks.
       tasks_every: steps between two scores; None: only after the last step.
       limit: maximum number of items per task; None: 200 for last_word and word_order,
         all for the harness's tasks.

@@ -3,7 +3,7 @@
 A kernel takes a fixed time, and the longest of three: its FLOPs at a share of the peak
 of its matmuls, its bytes at a share of the memory's bandwidth, its arithmetic at a
 share of the FP32 lanes. Between two kernels there is a gap. The classes are those of a
-profile (`scripts.bench profile=3`), which prints predictions beside measurements:
+profile (`scripts.bench profile=3`), which prints predictions and measurements:
 correct the rates there.
 
 The rates are those of an H100 SXM (jax 0.11.2, cuDNN 9.19, 2026-11-26), of profiles of

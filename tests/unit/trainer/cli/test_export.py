@@ -12,7 +12,7 @@ def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
     file.write_text("mine")
     for out, reason in (
         (tmp_path, "is not empty (model.safetensors), and"),
-        (file, "is no directory; choose another"),
+        (file, "is not a directory; choose another"),
     ):
         assert run("export", ["run_dir=nowhere", f"out={out}"]) == 2
         assert f"out={out} {reason}" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_an_id_in_a_users_file_is_fetched_and_one_in_a_saved_run_is_not(hub, tmp
     ("name", "message"),
     [
         ("no/network", r"hub cannot be reached \(Local.*`hf download no/network`"),
-        ("no/model", "is no path here, and the hub has no such repository"),
+        ("no/model", "is not a path here, and the hub has no such repository"),
     ],
 )
 def test_an_id_that_cannot_be_fetched_is_a_line(hub, name, message):
