@@ -148,7 +148,7 @@ def training_charts(h: RunRecords) -> list[Chart]:
         clipped_share = sum(norm > clip_norm for norm in norms) / len(norms)
     norm_unit = "before clipping"
     if clipped_share:
-        norm_unit += f", which {clipped_share:.1%} of the steps had"
+        norm_unit += f"; {clipped_share:.1%} of the steps were clipped"
     return [
         Chart(
             "Loss",

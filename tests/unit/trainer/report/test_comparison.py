@@ -11,10 +11,9 @@ from trainer.report.comparison import (
     NO_FINAL_LOSS,
     OTHER_TEXT,
     RANKED,
-    differing_settings,
-    overridden,
     ranked_entries,
 )
+from trainer.report.differing_settings import differing_settings, overridden
 from trainer.report.run_records import RunRecords
 
 

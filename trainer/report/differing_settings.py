@@ -1,0 +1,109 @@
+"""Settings that differ among runs: those that users set, and all others."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from trainer.report.run_records import RunRecords
+
+# Keys that change neither what is learned nor how fast.
+IGNORED = (
+    *("run_dir", "resume", "resume.*", "dry_run", "compile_cache", "data.cache_dir"),
+    *("tracker", "tracker.*", "checkpoint.*", "sample.*", "metrics.*", "profile.*"),
+    *("train.log_every", "train.eval_every", "eval.*"),
+)
+# The first of these fields that a configuration group has names the chosen option.
+GROUP_FIELDS = ("source", "kind", "name")
+SEED = "seed"
+
+Table = Mapping[str, Sequence[str]]  # a value for each run
+
+
+def overridden(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
+    """Return the values of the keys and groups that users set, where they differ.
+
+    Values come from the resolved configurations: a run's last start need not repeat the
+    overrides of the first one.
+    """
+    overrides = [
+        dict(o.partition("=")[::2] for o in h.facts.get("overrides", "").split())
+        for h in runs
+    ]
+    resolved = [h.settings for h in runs]
+    keys = dict.fromkeys(key for run_overrides in overrides for key in run_overrides)
+
+    def value(
+        key: str, run_overrides: Mapping[str, str], settings: Mapping[str, Any]
+    ) -> str:
+        choices = (f"{key}.{end}" for end in GROUP_FIELDS)
+        choice = next((name for name in choices if name in settings), "")
+        setting = settings.get(key, settings.get(choice))
+        if setting is None:
+            return run_overrides.get(key, "-")
+        return str(setting)
+
+    def is_same(key: str) -> bool:
+        """Return whether a key or group has one value in all resolved configurations.
+
+        It is false for a key that none of them has.
+        """
+        parts = [
+            {k: v for k, v in settings.items() if in_groups(k, [key])}
+            for settings in resolved
+        ]
+        return any(parts) and all(part == parts[0] for part in parts)
+
+    varied = {}
+    for key in keys:
+        values = [value(key, *pair) for pair in zip(overrides, resolved, strict=True)]
+        if len(set(values)) > 1 and not matches_any(key, IGNORED) and not is_same(key):
+            varied[key] = values
+    return varied
+
+
+def differing_settings(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
+    """Return the values of each configuration key that is not the same in all runs."""
+    trees = [h.settings for h in runs]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    different: dict[str, list[Any]] = {
+        key: [tree.get(key, "-") for tree in trees] for key in keys
+    }
+    return {
+        key: [str(value) for value in values]
+        for key, values in different.items()
+        if not matches_any(key, IGNORED) and any(value != values[0] for value in values)
+    }
+
+
+def matches_any(key: str, patterns: Sequence[str]) -> bool:
+    """Return whether a key matches one of these patterns."""
+    return any(fnmatch(key, pattern) for pattern in patterns)
+
+
+def in_groups(key: str, groups: Iterable[str]) -> bool:
+    """Return whether a key is one of `groups`, or inside one of them."""
+    return any(key == group or key.startswith(f"{group}.") for group in groups)
+
+
+def differing_among_first(settings: Table, count: int) -> dict[str, Sequence[str]]:
+    """Return the settings that differ among the first `count` runs."""
+    first = {key: values[:count] for key, values in settings.items()}
+    return {key: values for key, values in first.items() if len(set(values)) > 1}
+
+
+def differing_alone(key: str, settings: Table) -> dict[str, list[int]]:
+    """Return groups of runs that differ in `key`, and in nothing else but the seed.
+
+    Returns:
+      by the other settings of a group in words, the indices of its runs.
+    """
+    other_keys = [name for name in settings if name not in (key, SEED)]
+    groups: dict[str, list[int]] = {}
+    for i in range(len(settings[key])):
+        other_settings = ", ".join(f"{name}={settings[name][i]}" for name in other_keys)
+        groups.setdefault(other_settings, []).append(i)
+    return {
+        other_settings: runs
+        for other_settings, runs in groups.items()
+        if len({settings[key][i] for i in runs}) > 1
+    }
