@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from scripts.faults.faulty import HAPPENED
 from scripts.faults.victim import Victim, checkpoints, last_step
 from trainer.cli.arguments import argument, run_script, split
 from trainer.errors import UserError
+from trainer.files import parse_json
 from trainer.observe.records import read_rows
 from trainer.text import note
 
@@ -146,9 +147,20 @@ def figures(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def read_wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a W&B transaction log."""
+    from trainer.observe.trackers.wandb_files import history_records
+
+    for history in history_records(path):
+        yield {
+            item.key or "/".join(item.nested_key): parse_json(item.value_json)
+            for item in history.item
+        }
+
+
 def compare(study: Study, tracker: str) -> dict[str, Any]:
     """Return which properties are equal in both runs."""
-    from trainer.observe.trackers.wandb_files import read_history, wandb_files
+    from trainer.observe.trackers.wandb_files import wandb_files
     from trainer.run.checkpoint import Checkpointer
     from trainer.run.libraries import hide_missing_gpu
 
@@ -183,7 +195,7 @@ def compare(study: Study, tracker: str) -> dict[str, Any]:
         sent = [
             row["step"]
             for path in wandb_files(run_dir, run_id)
-            for row in read_history(path)
+            for row in read_wandb_rows(path)
         ]
         result["every_step_in_wandb_once"] = sorted(sent) == every_step
     return result

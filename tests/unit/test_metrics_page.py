@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from trainer.data.mixture import Mixture
-from trainer.observe.numerics import CLASSES
+from trainer.observe.numerics import CLASS_TITLES
 from trainer.observe.probe import FIGURE_NAMES
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.run import loop
@@ -58,7 +58,7 @@ def test_every_key_that_the_trainer_writes_is_in_the_table():
     one = SimpleNamespace(parts={"X": SimpleNamespace(windows=1)})
     sources = {f"data/X/{figure}" for figure in Mixture.source_progress(one, [1])["X"]}
     names = (*FIGURE_NAMES, *BLOCK_FIGURES)
-    layers = {f"numerics/{kind}/X/{name}" for kind in CLASSES for name in names}
+    layers = {f"numerics/{kind}/X/{name}" for kind in CLASS_TITLES for name in names}
     # Loops write these, and their last parts are not in the code as text.
     written = {key for key in written if not key.startswith(("numerics/X", "data/X"))}
     written |= layers | sources

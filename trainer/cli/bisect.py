@@ -62,7 +62,7 @@ def main(arguments: Arguments) -> None:
         None if segments is None else segments[0],
     )
     path = run_dir / "precision_bisect.json"
-    write_text(path, json.dumps([f._asdict() for f in findings], indent=1) + "\n")
+    write_text(path, json.dumps([f.as_json() for f in findings], indent=1) + "\n")
     show(report(findings, arguments.top))
     show(advice(findings))
     show(f"all findings: {path}")

@@ -18,16 +18,16 @@ from rich.text import Text
 from trainer.errors import DISK_FULL, complain, discard, printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
-PLAIN_SECONDS = 5.0  # seconds between plain lines
+PLAIN_SECONDS = 5.0  # from line to line where there is no terminal
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
-SPEED_STEPS = 64  # the speed is averaged over so many steps
+SPEED_STEPS = 64  # the speed is the mean over so many steps
 
 
 class Output(Console):
     """Standard output that survives a broken pipe (`| head`) and a full disk.
 
-    A text is printed as it is, since it may hold anybody's names: without markup, and
-    with control characters spelled out.
+    Text is printed without markup and with control characters spelled out, because it
+    may contain names that a stranger chose.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from scalify_core.numerics.formats import FloatFormat
 from trainer.files import write_atomically
+from trainer.observe.numerics import CLASS_TITLES
 
 MIN_SHARE = 1e-6  # smaller shares are drawn as zero
 ZERO_EXPONENT = -126  # exponent of the scale of an all-zero tensor
@@ -29,7 +30,9 @@ SHARES = {
     "underflow": "share that underflows (white: none)",
     "saturated": "share that saturates (white: none)",
 }
-NEAR = 8  # an RMS within so many powers of two of an end of its format has a color
+# RMS values within NEAR powers of two of the format's smallest or largest number are
+# colored.
+NEAR = 8
 NOUNS = {"underflow": "underflow", "saturated": "saturation"}
 DRAWN_FIGURES = ("rms", "exponent", *SHARES)
 PANELS = {
@@ -37,14 +40,6 @@ PANELS = {
     "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
     "exponent": "log2 of the scale (black: of zeros)",
     **SHARES,
-}
-TITLES = {
-    "weights": "Weights",
-    "activations": "Activations",
-    "activation_gradients": "Gradients of activations",
-    "weight_gradients": "Gradients of weights",
-    "mu": "First moments (narrow ones nearly fill their format)",
-    "nu": "Second moments (narrow ones are roots that nearly fill their format)",
 }
 # Sizes are in inches; MARGIN_* are above and below the panels.
 WIDTH, MARGIN_TOP, MARGIN_BOTTOM = 17, 0.8, 1.2
@@ -97,13 +92,13 @@ def draw_all(
       format_name: returns the format of a tensor of a class and layer.
     """
     paths = {}
-    for kind in TITLES:
+    for kind, title in CLASS_TITLES.items():
         layers, steps, values = table(rows, kind)
         if steps:
             folder.mkdir(exist_ok=True)
             paths[kind] = folder / f"{kind}.png"
             formats = [format_name(kind, layer) for layer in layers]
-            draw(paths[kind], TITLES[kind], layers, formats, steps, values)
+            draw(paths[kind], title, layers, formats, steps, values)
     return paths
 
 
@@ -144,8 +139,8 @@ def draw(
     counted_formats = ", ".join(f"{name} ({n})" for name, n in counts.items())
     title = f"{title}: {counted_formats if len(counts) > 1 else formats[0]}"
     if "fp32" not in formats:
-        absent = [noun for name, noun in NOUNS.items() if name not in panels]
-        title += "".join(f"; no {noun}" for noun in absent)
+        missing_panels = [noun for name, noun in NOUNS.items() if name not in panels]
+        title += "".join(f"; no {noun}" for noun in missing_panels)
     height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MAX_LABELS)
     height += MARGIN_TOP + MARGIN_BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=100)

@@ -29,8 +29,8 @@ def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
                 None if segments is None else segments[i],
                 keys_AxB[i],
             )
-            # Traced outside of `task.tracing()`, where FP8 matmuls take a constant from
-            # the operation before: XLA sees none when it compiles an operation alone.
+            # Trace outside `task.tracing()`. Inside it an FP8 matmul folds a constant
+            # from the preceding operation, and here XLA compiles each operation alone.
             bad_tensor = first_nonfinite_operation(
                 gradient, *args, compiler_options=task.compiler_options
             )

@@ -12,7 +12,7 @@ with probes around its layers. The train step itself is unchanged. A row has
   FIGURE  exponent (log2 of the scale), rms (of the data), underflow, saturated (shares
           of the elements)
 
-A stored zero does not tell whether it was rounded to zero. So underflow is counted by
+A stored zero does not show whether it was rounded to zero. So underflow is counted by
 class:
 
 - Operands of narrow matmuls (weights, inputs, gradients of outputs): the elements that
@@ -32,7 +32,7 @@ class:
 
 Saturation is counted for the format of the next cast, or else the tensor's own.
 
-Operands of narrow matmuls whose blocks or rows have scales of their own also have
+Operands of narrow matmuls with a scale for each block or row also have
 `blocks.BLOCK_FIGURES`: weights, inputs, and gradients of outputs, as they are cast for
 the output and for the gradient of the input.
 
@@ -43,7 +43,7 @@ On request the row also has `sharpness/logits` and `sharpness/critical`; see
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -73,14 +73,15 @@ from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import TrainTask
 
-CLASSES = (
-    "weights",
-    "activations",
-    "activation_gradients",
-    "weight_gradients",
-    "mu",
-    "nu",
-)
+# Tensor classes, and their titles in pictures.
+CLASS_TITLES = {
+    "weights": "Weights",
+    "activations": "Activations",
+    "activation_gradients": "Gradients of activations",
+    "weight_gradients": "Gradients of weights",
+    "mu": "First moments (narrow ones nearly fill their format)",
+    "nu": "Second moments (narrow ones are roots that nearly fill their format)",
+}
 SIDES = ("in", "out")
 
 # Keyed by `h.3.ln_2.out`, or for stacked blocks `h.ln_2.out`, with a leading axis L.
@@ -92,7 +93,7 @@ class SlotVariable(nnx.Variable):
 
 
 class BlockCast(NamedTuple):
-    """The cast of an operand in blocks, and the format of the numbers."""
+    """The cast of an operand in blocks, and the format of the elements."""
 
     cast: Cast
     fmt: FloatFormat
@@ -103,15 +104,37 @@ class BlockCast(NamedTuple):
         return block_figures(data, self.cast, axis, self.fmt)
 
 
-def with_blocks(measure: Measure, blocks: BlockCast | None) -> Measure:
-    """Return a measure that measures blocks, too, if there are any."""
-    if blocks is None:
-        return measure
+class NextCast(NamedTuple):
+    """The next cast of a tensor; the fields are None where there is none.
 
-    def both(x: Any) -> jax.Array:
-        return jnp.concatenate([measure(x), blocks.measure(x)])
+    Attributes:
+      fmt: the format of a cast that uses the tensor's own scale.
+      blocks: a cast in blocks.
+    """
 
-    return both
+    fmt: FloatFormat | None = None
+    blocks: BlockCast | None = None
+
+    def measure(self, x: Any) -> jax.Array:
+        """Return the figures of a tensor before the cast, and those of its blocks."""
+        row = array_figures(x, self.fmt)
+        if self.blocks is None:
+            return row
+        return jnp.concatenate([row, self.blocks.measure(x)])
+
+
+class MeasureSettings(NamedTuple):
+    """The static settings of `stored_figures`.
+
+    Attributes:
+      cast: the next cast of the tensor.
+      count_zeros: whether zeros count as underflow; `zeros` of `array_figures`.
+      is_stacked: whether the tensor is a stack of layers.
+    """
+
+    cast: NextCast
+    count_zeros: bool
+    is_stacked: bool
 
 
 class FigureProbe(nnx.Module):
@@ -170,9 +193,9 @@ def make_slots(model: Model) -> SlotsByName:
     slots = {}
     for name, _, _, sides in probed_layers(abstract):
         for side in sides:
-            blocks = any(block_casts(model, name, side))
+            has_blocks = any(cast.blocks for cast in next_casts(model, name, side))
             rows, columns = SLOT_SHAPE
-            shape: tuple[int, ...] = (rows, columns + blocks * len(BLOCK_FIGURES))
+            shape: tuple[int, ...] = (rows, columns + has_blocks * len(BLOCK_FIGURES))
             if is_stack(model, name):
                 shape = (model.spec.n_layer, *shape)
             slots[f"{name}.{side}"] = jnp.zeros(shape, jnp.float32)
@@ -199,43 +222,32 @@ def backward_format(policy: Policy, path: str) -> FloatFormat | None:
     return FloatFormat.parse(backward)
 
 
-def operand_formats(
-    model: Model, name: str, side: str
-) -> tuple[FloatFormat | None, FloatFormat | None]:
-    """Return the formats of the next casts of an input or output and its gradient."""
+def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
+    """Return the next casts of an input or output and of its gradient."""
     path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
+    no_cast = NextCast()
     if path not in model.narrow:
-        return None, None
+        return no_cast, no_cast
+    policy = model.policy
+    input_blocks, _, gradient_blocks = block_casts(policy, policy.backward_of(path))
     if side == "in":
-        return forward_format(model.policy), None
-    return None, backward_format(model.policy, path)
-
-
-def block_casts(
-    model: Model, name: str, side: str
-) -> tuple[BlockCast | None, BlockCast | None]:
-    """Return the casts in blocks of an input or output and of its gradient."""
-    path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
-    if path not in model.narrow:
-        return None, None
-    activation, _, gradient = operand_casts(
-        model.policy, model.policy.backward_of(path)
-    )
-    if side == "in":
-        return (activation, None)
-    return (None, gradient)
+        return NextCast(forward_format(policy), input_blocks), no_cast
+    return no_cast, NextCast(backward_format(policy, path), gradient_blocks)
 
 
 @functools.cache
-def operand_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None, ...]:
+def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None, ...]:
     """Return the casts in blocks of a narrow matmul's input, kernel, and gradient of
     the output; Nones where operands have one scale. `backward`: of the matmul.
     """
-    method, forward = policy.method, policy.forward
+    method = policy.method
+    forward = policy.forward
     if not isinstance(method, Blocks) or forward is None or backward is None:
         return None, None, None
+    # With a wide forward pass only the gradient matmuls are FP8, so their operands take
+    # the backward format.
     if policy.has_wide_forward:
-        forward = backward  # of what the gradients read
+        forward = backward
     formats = [FloatFormat.parse(name) for name in (forward, forward, backward)]
     recipe = method.recipe(policy, formats[0], formats[2], native=False)
     casts = recipe.activation, recipe.weight, recipe.gradient
@@ -247,7 +259,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
 
     Args:
       model: the model in its precision.
-      kind: the class of the tensor, one of `CLASSES`.
+      kind: the class of the tensor, a key of CLASS_TITLES.
       layer: the part LAYER of the tensor's name in a row, `numerics/CLASS/LAYER`.
     """
     policy = model.policy
@@ -258,8 +270,9 @@ def format_name(model: Model, kind: str, layer: str) -> str:
         layer = ".".join([blocks, *rest[1:]])  # without the number of the block
     path, _, last_part = layer.rpartition(".")
     if last_part in SIDES:
-        forward, backward = operand_formats(model, path, last_part)
-        is_cast = (forward if kind == "activations" else backward) is not None
+        tensor_cast, gradient_cast = next_casts(model, path, last_part)
+        cast = tensor_cast if kind == "activations" else gradient_cast
+        is_cast = cast.fmt is not None
         stored_format = policy.compute
     else:
         stored_format = policy.weights
@@ -281,16 +294,9 @@ def attach_probes(model: Model, bound: Any, slots: SlotsByName) -> Any:
     for name, module, path, sides in list(probed_layers(bound)):
         probes = {}
         for side in sides:
-            both = zip(
-                operand_formats(model, name, side),
-                block_casts(model, name, side),
-                strict=True,
-            )
-            measures = [
-                with_blocks(functools.partial(array_figures, fmt=fmt), blocks)
-                for fmt, blocks in both
-            ]
-            probes[side] = FigureProbe(slots[f"{name}.{side}"], *measures)
+            forward, backward = next_casts(model, name, side)
+            slot = slots[f"{name}.{side}"]
+            probes[side] = FigureProbe(slot, forward.measure, backward.measure)
         *parents, last_key = path
         parent: Any = bound
         for key in parents:
@@ -383,10 +389,7 @@ def stored_gradients(
 
 
 def stored_figures(
-    data: jax.Array,
-    scale: Any,
-    uncast: jax.Array | None,
-    settings: tuple[FloatFormat | None, BlockCast | None, bool, bool],
+    data: jax.Array, scale: Any, uncast: jax.Array | None, settings: MeasureSettings
 ) -> jax.Array:
     """Return the figures of a stored tensor: [figures], or [L, figures] of a stack of
     layers.
@@ -394,22 +397,78 @@ def stored_figures(
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
-      uncast: values before the cast, `exact` of `probe.array_figures`; or None.
-      settings: the format of the next cast, or that cast in blocks; whether zeros
-        count, as in `probe.array_figures`; and whether the tensor is a stack.
+      uncast: values before the cast, `unrounded` of `probe.array_figures`; or None.
+      settings: how to measure.
     """
-    fmt, blocks, zeros, stacked = settings
+    fmt, blocks = settings.cast
 
     def measure(data: jax.Array, scale: Any, uncast: Any) -> jax.Array:
-        row = array_figures(with_scale(data, scale), fmt, uncast, zeros=zeros)
+        row = array_figures(
+            with_scale(data, scale), fmt, uncast, zeros=settings.count_zeros
+        )
         if blocks is None:
             return row
         return jnp.concatenate([row, blocks.measure(data, axis=0)])
 
-    if not stacked:
+    if not settings.is_stacked:
         return measure(data, scale, uncast)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
     return jax.vmap(measure, (0, 0, None if uncast is None else 0))(data, scale, uncast)
+
+
+class StoredTensors:
+    """Measures stored tensors one by one, by a small program for each shape.
+
+    Reductions over all tensors within the gradients' program take longer to compile
+    than the train step.
+    """
+
+    def __init__(self, task: TrainTask) -> None:
+        self.model = task.model
+        self._measure = task.jit(
+            stored_figures, static_argnums=3, out_shardings=replicated(task.mesh)
+        )
+        policy = self.model.policy
+        _, kernel_blocks, _ = block_casts(policy, policy.backward)
+        cast = NextCast(forward_format(policy), kernel_blocks)
+        self.kernel_casts = {
+            name: cast
+            for name, role in leaves_by_name(self.model.roles).items()
+            if self.model.is_narrow(role)
+        }
+
+    def figures(
+        self,
+        tensors: Mapping[str, Any],
+        uncast: Mapping[str, Any],
+        casts: Mapping[str, NextCast],
+        *,
+        count_zeros: bool,
+    ) -> dict[str, jax.Array]:
+        """Return the figures of each tensor, keyed by its name.
+
+        Args:
+          tensors: stored tensors by parameter name.
+          uncast: those before the cast, of the tensors that have been cast.
+          casts: the next casts, of the tensors that have one.
+          count_zeros: whether zeros count as underflow.
+        """
+        measured = {}
+        for name, x in tensors.items():
+            data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
+            before_cast: Any = uncast.get(name)
+            if is_scaled_array(before_cast):
+                before_cast = before_cast.data
+            settings = MeasureSettings(
+                casts.get(name, NextCast()), count_zeros, is_stack(self.model, name)
+            )
+            # One after the other: concurrent programs of several devices can deadlock.
+            measured[name] = jax.block_until_ready(
+                self._measure(
+                    data, jnp.asarray(scale, jnp.float32), before_cast, settings
+                )
+            )
+        return measured
 
 
 def in_forward_order(
@@ -442,91 +501,72 @@ def sort_key(name: str, ranks: Mapping[str, int]) -> list[int]:
     ]
 
 
+def figure_row(
+    model: Model, measured: Mapping[str, dict[str, np.ndarray]]
+) -> dict[str, float]:
+    """Return `numerics/CLASS/LAYER/FIGURE` from the figures by class and layer."""
+    figure_names = (*FIGURE_NAMES, *BLOCK_FIGURES)
+    row = {}
+    for kind in CLASS_TITLES:
+        for layer, values in in_forward_order(model, measured[kind]):
+            # Only some layers have figures of blocks.
+            for figure, value in zip(figure_names, values.tolist(), strict=False):
+                if figure in FIGURE_NAMES or not math.isnan(value):
+                    row[f"numerics/{kind}/{layer}/{figure}"] = value
+    return row
+
+
 def make_numerics(
     task: TrainTask, sharpness: Sharpness | None = None
 ) -> Callable[[TrainState, Tokens, int], dict[str, float]]:
     """Return `(state, batch, step) -> row`, which measures a state on a batch.
 
     It is compiled at the first call, and again when static scales have changed. The
-    state is not donated. Stored tensors are measured one by one, by a small program for
-    each shape: reductions over all tensors within the gradients' program take longer to
-    compile than the train step.
+    state is not donated.
 
     Args:
       task: the model and its training.
       sharpness: adds its figures to the row; None: they are left out.
     """
     model = task.model
-    optimizer = task.optimizer_settings.name
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     get_gradients = jit(functools.partial(stored_gradients, task))
-    measure = jit(stored_figures, static_argnums=3)
     gather = jit(lambda params: params)
-    operand_format = forward_format(model.policy)
-    _, kernel_blocks, _ = operand_casts(model.policy, model.policy.backward)
-    roles = leaves_by_name(model.roles)
-    kernels = {name for name, role in roles.items() if model.is_narrow(role)}
-
-    def figures_by_name(
-        tensors: dict[str, Any],
-        uncast_tensors: dict[str, Any],
-        operands: Collection[str] = (),
-        *,
-        zeros: bool,
-    ) -> dict[str, jax.Array]:
-        measured = {}
-        for name, x in tensors.items():
-            data, scale = x, 1.0
-            if is_scaled_array(x):
-                data, scale = x.data, x.scale
-            uncast: Any = uncast_tensors.get(name)
-            if is_scaled_array(uncast):
-                uncast = uncast.data
-            cast_to, blocks = None, None
-            if name in operands:
-                cast_to, blocks = operand_format, kernel_blocks
-            settings = (cast_to, blocks, zeros, is_stack(model, name))
-            # One after the other: concurrent programs of several devices can deadlock.
-            measured[name] = jax.block_until_ready(
-                measure(data, jnp.asarray(scale, jnp.float32), uncast, settings)
-            )
-        return measured
+    stored = StoredTensors(task)
 
     def numerics(
         sharded_state: TrainState, batch: Tokens, step: int
     ) -> dict[str, float]:
         state = dataclasses.replace(sharded_state, params=gather(sharded_state.params))
+        params = leaves_by_name(state.params)
         moments = tree.unpack(state.opt_state)
-        mu, nu = (moments_by_name(moments, optimizer, key) for key in MOMENT_KEYS)
+        mu, nu = (
+            moments_by_name(moments, task.optimizer_settings.name, key)
+            for key in MOMENT_KEYS
+        )
         # A zero first moment was rounded to zero where the second one is not zero.
         nu_of_narrow_mu = {
             name: nu[name] for name in mu if is_scaled_array(mu[name]) and name in nu
         }
         grads, uncast_grads, slots = get_gradients(state, batch, np.int32(step))
+        named_grads = leaves_by_name(grads)
         measured = {
-            "weights": figures_by_name(
-                leaves_by_name(state.params), {}, kernels, zeros=False
+            "weights": stored.figures(
+                params, {}, stored.kernel_casts, count_zeros=False
             ),
             # a slot: the figures of an activation, then those of its gradient
             "activations": {name: slot[..., 0, :] for name, slot in slots.items()},
             "activation_gradients": {
                 name: slot[..., 1, :] for name, slot in slots.items()
             },
-            "weight_gradients": figures_by_name(
-                leaves_by_name(grads), uncast_grads, zeros=True
+            "weight_gradients": stored.figures(
+                named_grads, uncast_grads, {}, count_zeros=True
             ),
-            "mu": figures_by_name(mu, nu_of_narrow_mu, zeros=False),
-            "nu": figures_by_name(nu, {}, zeros=False),
+            "mu": stored.figures(mu, nu_of_narrow_mu, {}, count_zeros=False),
+            "nu": stored.figures(nu, {}, {}, count_zeros=False),
         }
-        measured = jax.device_get(measured)
-        figure_names = (*FIGURE_NAMES, *BLOCK_FIGURES)
         row = {} if sharpness is None else sharpness(sharded_state, grads, batch, step)
-        for kind in CLASSES:
-            for layer, values in in_forward_order(model, measured[kind]):
-                # Only some layers have figures of blocks.
-                for figure, value in zip(figure_names, values.tolist(), strict=False):
-                    if figure in FIGURE_NAMES or not math.isnan(value):
-                        row[f"numerics/{kind}/{layer}/{figure}"] = value
+        row |= figure_row(model, jax.device_get(measured))
         return {name: float(f"{value:.6g}") for name, value in row.items()}
 
     return numerics

@@ -1,10 +1,7 @@
 """The effect of each FP8 cast of a model on its loss and gradient.
 
-One compiled program has a switch for each of four casts of every FP8 matmul: of
-activations, weights, the output's gradient, and the weight gradient for the optimizer.
-It runs without one cast of one layer, without all casts of one layer, and without one
-cast of all layers. Another program has all casts, and FP32 between the matmuls. Loss
-and gradient are compared with those of FP32.
+`scalify-trainer bisect --help` says which casts are left out. One compiled program has
+a switch for each cast. Another has all casts, and FP32 between the matmuls.
 """
 
 import dataclasses
@@ -34,6 +31,7 @@ from trainer.text import note
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")
 ALL = "all"
+MAX_LAYERS = 4  # layers that are suggested for precision.exclude
 
 
 class Finding(NamedTuple):
@@ -41,8 +39,8 @@ class Finding(NamedTuple):
 
     Attributes:
       layer: path of the linear layer, or "all".
-      tensor: what is left out: one of CASTS; "all" of them; "none" (the run as
-          trained); "compute" (the low precision between the matmuls).
+      left_out: one of CASTS; "all" of them; "none" (the run as trained); "compute" (the
+          low precision between the matmuls).
       loss: nats.
       loss_difference: the loss minus the FP32 loss.
       cosine: cosine similarity of the gradient that the optimizer gets and the FP32
@@ -51,11 +49,18 @@ class Finding(NamedTuple):
     """
 
     layer: str
-    tensor: str
+    left_out: str
     loss: float
     loss_difference: float
     cosine: float
     error: float
+
+    def as_json(self) -> dict[str, str | float]:
+        """Return the entry of precision_bisect.json."""
+        return {
+            "tensor" if name == "left_out" else name: value
+            for name, value in self._asdict().items()
+        }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -199,7 +204,7 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
 
 
 def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Return switches, bool `[L, 4]`, keyed by the layer and tensor that are off."""
+    """Return switches, bool `[L, 4]`, keyed by the layer and the cast that is off."""
     all_on = np.ones((len(layers), len(CASTS)), bool)
 
     def without(rows: Any, columns: Any) -> np.ndarray:
@@ -207,13 +212,13 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
         on_Lx4[rows, columns] = False
         return on_Lx4
 
-    every = slice(None)
+    all_rows = slice(None)
     by_name = {(ALL, "none"): all_on, (ALL, ALL): ~all_on}
-    by_name |= {(ALL, tensor): without(every, j) for j, tensor in enumerate(CASTS)}
-    by_name |= {(layer, ALL): without(i, every) for i, layer in enumerate(layers)}
+    by_name |= {(ALL, cast): without(all_rows, j) for j, cast in enumerate(CASTS)}
+    by_name |= {(layer, ALL): without(i, all_rows) for i, layer in enumerate(layers)}
     for i, layer in enumerate(layers):
-        for j, tensor in enumerate(CASTS):
-            by_name[layer, tensor] = without(i, j)
+        for j, cast in enumerate(CASTS):
+            by_name[layer, cast] = without(i, j)
     return by_name
 
 
@@ -234,13 +239,16 @@ def bisect(
       segments: [B, T+1], or None.
 
     Raises:
-      UserError: the run is FP32, or its casts use other scales than the tensors' own.
+      UserError: the run is FP32, or its casts do not use the tensors' scales.
     """
     if model.policy.method.in_products:
-        valid = [name for name, method in METHODS.items() if not method.in_products]
+        valid_methods = [
+            name for name, method in METHODS.items() if not method.in_products
+        ]
         raise UserError(
             f"precision.scaling={model.policy.scaling} casts by scales that are"
-            f" measured in the matmul; valid: runs with scaling={' or '.join(valid)}"
+            " measured in the matmul; valid: runs with"
+            f" scaling={' or '.join(valid_methods)}"
         )
     if not model.narrow and model.policy.compute == "fp32":
         raise UserError(
@@ -272,9 +280,9 @@ def bisect(
         )
         return loss, dot / (norm * fp32_norm), difference / fp32_norm
 
-    def finding(layer: str, tensor: str, measured: Any) -> Finding:
+    def finding(layer: str, left_out: str, measured: Any) -> Finding:
         loss, cosine, error = (float(x) for x in measured)
-        return Finding(layer, tensor, loss, loss - float(fp32_loss), cosine, error)
+        return Finding(layer, left_out, loss, loss - float(fp32_loss), cosine, error)
 
     measure = log_first_duration(
         jax.jit(functools.partial(measures, model)),
@@ -304,7 +312,7 @@ def report(findings: Sequence[Finding], top: int) -> str:
 
     `top` limits the rows of a table.
     """
-    trained = next(f for f in findings if f.tensor == "none")
+    trained = next(f for f in findings if f.left_out == "none")
     lines = [
         (
             f"as trained: loss {trained.loss:.5f}, {trained.loss_difference:+.2e} nats"
@@ -315,52 +323,52 @@ def report(findings: Sequence[Finding], top: int) -> str:
     ]
     tables = {
         "left out in all layers": [
-            f for f in findings if f.layer == ALL and f.tensor != "none"
+            f for f in findings if f.layer == ALL and f.left_out != "none"
         ],
         "one layer's casts left out": [
-            f for f in findings if f.layer != ALL and f.tensor == ALL
+            f for f in findings if f.layer != ALL and f.left_out == ALL
         ],
         "one cast left out": [
-            f for f in findings if f.layer != ALL and f.tensor != ALL
+            f for f in findings if f.layer != ALL and f.left_out != ALL
         ],
     }
     for title, rows in tables.items():
         lines.append(
-            f"{title:<34} {'error left':>10} {'removed':>8} {'cosine':>9}"
+            f"{title:<34} {'remaining error':>15} {'removed':>8} {'cosine':>9}"
             f" {'loss - FP32':>12}"
         )
         for f in rows[:top]:
-            name = f"{f.layer} {f.tensor}"
+            name = f"{f.layer} {f.left_out}"
             if f.layer == ALL:
-                name = f.tensor
-            elif f.tensor == ALL:
+                name = f.left_out
+            elif f.left_out == ALL:
                 name = f.layer
             removed = 1 - f.error / trained.error if trained.error else 0.0
             lines.append(
-                f"  {name:<32} {f.error:>10.3%} {removed:>8.1%} {f.cosine:>9.6f}"
+                f"  {name:<32} {f.error:>15.3%} {removed:>8.1%} {f.cosine:>9.6f}"
                 f" {f.loss_difference:>+12.2e}"
             )
         lines.append("")
     return "\n".join(lines)
 
 
-def advice(findings: Sequence[Finding], max_layers: int = 4) -> str:
+def advice(findings: Sequence[Finding]) -> str:
     """Return the key that excludes the worst layers from FP8, or that none stands out.
 
     A layer stands out if leaving out all its casts removes more than twice as much of
     the gradient's error as for the mean layer.
     """
-    trained_error = next(f for f in findings if f.tensor == "none").error
+    trained_error = next(f for f in findings if f.left_out == "none").error
     removed = {}
     if trained_error > 0:
         for f in findings:
-            if f.layer != ALL and f.tensor == ALL:
+            if f.layer != ALL and f.left_out == ALL:
                 removed[f.layer] = 1 - f.error / trained_error
     mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
     worst = sorted(
         (layer for layer, share in removed.items() if share > 2 * mean > 0),
         key=lambda x: -removed[x],
-    )[:max_layers]
+    )[:MAX_LAYERS]
     if not worst:
         return (
             "no layer stands out: keeping one of them in a wider format would change"

@@ -8,9 +8,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer.data.preparation import Progress
-from trainer.observe.display import Output
-
-PLAIN_SECONDS = 5.0
+from trainer.observe.display import PLAIN_SECONDS, Output
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Figures that tell whether a format holds an array, and a probe that takes them inside
+"""Figures that show whether a format holds an array, and a probe that takes them inside
 a program whose scales are propagated.
 
 They are cheap reductions, safe inside jit.
@@ -23,7 +23,7 @@ FIGURE_NAMES = ("exponent", "rms", "underflow", "saturated")
 
 
 def array_figures(
-    x: Any, fmt: FloatFormat | None = None, exact: Any = None, *, zeros: bool = True
+    x: Any, fmt: FloatFormat | None = None, unrounded: Any = None, *, zeros: bool = True
 ) -> jax.Array:
     """Return FIGURE_NAMES of an array, or of a ScaledArray with one scale: FP32 [4].
 
@@ -34,11 +34,11 @@ def array_figures(
     - saturated: the share of elements at or beyond the largest finite number of the
       format, infinities included.
 
-    Data does not tell whether a zero was zero before rounding, so underflow is counted
+    Data does not show whether a zero was zero before rounding, so underflow is counted
     in one of three ways:
 
-    - `exact`, the unrounded logical values (an array or a ScaledArray): the elements
-      that are zero although the exact value is not. Exact.
+    - `unrounded`, the logical values before rounding (an array or a ScaledArray): the
+      elements that are zero although the unrounded value is not. Exact.
     - `fmt`, the format that the data is cast to next (E4M3 for the operand of a matrix
       product): the elements that are not zero but will be, and `saturated` counts those
       that the cast will clamp. Exact.
@@ -58,10 +58,11 @@ def array_figures(
         data = data.astype(jnp.float32)
     data_format = FloatFormat.of(data.dtype)
     data = data.astype(jnp.float32)
-    magnitude, zero = jnp.abs(data), _is_zero(data)
+    magnitude = jnp.abs(data)
+    zero = _is_zero(data)
     saturated = magnitude >= data_format.max
-    if exact is not None:
-        lost = zero & ~_is_zero(jnp.asarray(data_of(exact)).astype(jnp.float32))
+    if unrounded is not None:
+        lost = zero & ~_is_zero(jnp.asarray(data_of(unrounded)).astype(jnp.float32))
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantize(data))
         saturated = magnitude > fmt.max
@@ -105,28 +106,18 @@ SLOT_SHAPE = (2, len(FIGURE_NAMES))  # row 0: the array; row 1: its gradient
 Measure = Callable[[Any], jax.Array]  # of an array or a ScaledArray: FP32 [figures]
 
 
+@composite(name="probe")
 def probe(
-    x: jax.Array,
-    slot: jax.Array,
-    *,
-    forward: Measure = array_figures,
-    backward: Measure = array_figures,
+    x: jax.Array, slot: jax.Array, *, forward: Measure, backward: Measure
 ) -> jax.Array:
     """Return `x`; the gradient of `slot` becomes the figures of `x` and its gradient.
 
     Args:
         x: float array; a ScaledArray under `scalify`.
         slot: FP32 zeros of the shape SLOT_SHAPE; they are not read.
-        forward: measures `x`; `array_figures` with the format that it is cast to next.
-        backward: the same for the gradient of `x`.
+        forward: measures `x`, such as `array_figures`.
+        backward: measures the gradient of `x`.
     """
-    return _probe(x, slot, forward=forward, backward=backward)
-
-
-@composite(name="probe")
-def _probe(
-    x: jax.Array, slot: jax.Array, *, forward: Measure, backward: Measure
-) -> jax.Array:
     del slot, forward, backward
     return x
 
@@ -140,18 +131,18 @@ def fwd(
 
 
 def bwd(
-    seen: jax.Array, gradient: Any, *, forward: Measure, backward: Measure
+    forward_row: jax.Array, gradient: Any, *, forward: Measure, backward: Measure
 ) -> tuple[Any, jax.Array]:
     """Return the gradient, and the slot's: figures of the array and of the gradient."""
     del forward
-    rows = seen, backward(gradient)
+    rows = forward_row, backward(gradient)
     length = max(map(len, rows))
     return gradient, jnp.stack(
         [jnp.pad(x, (0, length - len(x)), constant_values=jnp.nan) for x in rows]
     )
 
 
-_probe.defvjp(fwd, bwd)
+probe.defvjp(fwd, bwd)
 
 
 def _storage_form(x: Any) -> Any:
@@ -176,5 +167,5 @@ def _(call: Any, x: Any, slot: Any) -> tuple[Any, jax.Array]:
 
 
 @composite_rule("probe.bwd", wide=True, passes=(1, 0))
-def _(call: Any, seen: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
-    return gradient, bwd(seen, _storage_form(gradient), **call.settings)[1]
+def _(call: Any, forward_row: jax.Array, gradient: Any) -> tuple[Any, jax.Array]:
+    return gradient, bwd(forward_row, _storage_form(gradient), **call.settings)[1]

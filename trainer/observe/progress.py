@@ -10,10 +10,8 @@ SECONDS = 2.0  # operations that take longer are logged
 
 
 @contextmanager
-def log_duration(
-    operation: str, say: Callable[[str], None], seconds: float = SECONDS
-) -> Iterator[None]:
-    """Log an operation that takes longer than `seconds`.
+def log_duration(operation: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Log an operation that takes longer than `SECONDS`.
 
     One message says that the operation runs, and another at its end how long it took.
     `operation` names it, such as `compiling the training step`; `say` prints a message.
@@ -27,7 +25,7 @@ def log_duration(
             if not is_done:
                 say(f"{operation} ...")
 
-    timer = threading.Timer(seconds, begin)
+    timer = threading.Timer(SECONDS, begin)
     timer.daemon = True
     timer.start()
     try:
@@ -37,7 +35,7 @@ def log_duration(
         with lock:
             is_done = True
         duration = time.monotonic() - start
-        if duration >= seconds:
+        if duration >= SECONDS:
             say(f"{operation}: {duration:.0f} s")
 
 

@@ -9,7 +9,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -116,15 +116,14 @@ def mfu(
     return tokens_per_s * flops_per_token / (peak_flops * devices)
 
 
-def memory(devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
+def memory() -> dict[str, float]:
     """Return the peak memory in GiB of this process.
 
     `memory/device_peak_gib` is the largest peak of its accelerators; CPUs do not report
     one. `memory/host_peak_gib` is the largest resident set. Neither falls, so in a
     sweep a job reports the largest peak of all jobs so far.
     """
-    devices = jax.local_devices() if devices is None else devices
-    stats = [device.memory_stats() for device in devices]
+    stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     row = {"memory/host_peak_gib": host_peak() / GIB}
     if peaks:

@@ -56,7 +56,7 @@ class Digest(NamedTuple):
         if not isinstance(saved, dict) or not saved.keys() >= set(cls._fields):
             return None
         values = [saved[name] for name in cls._fields]
-        # bool is an int, but not a count
+        # `isinstance` would accept bool, which is an int but not a count.
         if any(type(value) is not int for value in values):
             return None
         return cls(*values)
@@ -91,11 +91,9 @@ class LogFile:
                     raise OSError(errno.ENOSPC, "the disk is full")
             self.digest = self.digest.extended(data)
 
-    def restore(self) -> str | None:
-        """Restore the file if it was removed.
-
-        Returns:
-          what happened to the file; None: nothing.
+    def check_and_restore(self) -> str | None:
+        """Return how the file has changed since the last call, and restore it if it was
+        removed; None: it has not changed.
         """
         open_file = os.fstat(self._file.fileno())
         try:
@@ -136,8 +134,8 @@ def check_log(path: Path, expected: Digest) -> str | None:
     if rows < expected.rows:
         damage = "the missing lines are lost"
     return (
-        f"it has {rows} lines, {expected.rows} were written; {damage}, the weights are"
-        " complete"
+        f"it has {rows} lines, {expected.rows} were written; {damage}; the checkpoint"
+        " itself is not affected"
     )
 
 
@@ -264,7 +262,7 @@ class JsonlTracker(Tracker):
     def flush(self) -> None:
         with explain_unwritable(self.path, MAKE_ROOM):
             for log in (self._samples, self._rows):
-                problem = log.restore()
+                problem = log.check_and_restore()
                 if problem is not None:
                     self._warn(self._logged, f"{log.path} {problem}")
                 log.sync()

@@ -29,8 +29,7 @@ from trainer.text import python_command, redact
 
 QUEUE_SIZE = 1000  # calls that wait for W&B
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# A full queue for so long means that W&B hangs.
-ENQUEUE_SECONDS = 10.0
+ENQUEUE_SECONDS = 10.0  # if the queue is full for longer, W&B hangs
 FINISH_SECONDS = 60
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,8 @@ class WandbTracker(Tracker):
         self._thread.start()
         if self._sent > start.step and not start.is_new:
             logger.warning(
-                "W&B keeps what a killed attempt sent of steps %d to %d; if settings"
-                " have changed since, metrics.jsonl alone has this run's values",
+                "W&B already has steps %d to %d from a killed attempt and cannot"
+                " replace them; metrics.jsonl has the values of this attempt",
                 start.step + 1,
                 self._sent,
             )
@@ -179,7 +178,8 @@ class WandbTracker(Tracker):
 
     def finish(self, exit_code: int = 0) -> None:
         with self._lock:
-            # Events alone belong to a step whose row a resumed run will send.
+            # Do not send a row that has only events: the resumed run sends that step,
+            # and W&B accepts a step once.
             if self._row or self._texts:
                 self._send_row()
         self._enqueue(lambda run: run.finish(exit_code=exit_code))
@@ -303,9 +303,7 @@ def logged_in() -> bool:
 
 
 def has_login(path: Path, host: str) -> bool:
-    """Return whether a netrc file has a login of a host; with a warning if it cannot be
-    read.
-    """
+    """Return whether a netrc file has a login of a host; warn if it cannot be read."""
     try:
         return netrc.netrc(path).authenticators(host) is not None
     except (OSError, UnicodeError, netrc.NetrcParseError) as error:

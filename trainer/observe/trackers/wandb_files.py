@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import LOG_BYTES, parse_json, read_file
+from trainer.files import LOG_BYTES, read_file
 
 BLOCK = 32768
 # Checksum, length, and type: 1 whole record, or its 2 first, 3 middle, 4 last part.
 HEADER = struct.Struct("<IHB")
 
 
-def _history_records(path: Path) -> Iterator[Any]:
+def history_records(path: Path) -> Iterator[Any]:
     """Yield the history records of a W&B transaction log (`*.wandb`), in order.
 
     Reading ends where a kill cut the log. After a header of 7 bytes the file is a
@@ -46,15 +46,6 @@ def _history_records(path: Path) -> Iterator[Any]:
                 yield record.history
 
 
-def read_history(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a W&B transaction log."""
-    for history in _history_records(path):
-        yield {
-            item.key or "/".join(item.nested_key): parse_json(item.value_json)
-            for item in history.item
-        }
-
-
 def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
     """Return the transaction logs of all parts of a run, the oldest first."""
     files = (run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
@@ -65,6 +56,6 @@ def last_local_step(run_dir: Path, run_id: str) -> int:
     """Return the last step in W&B's local files; -1: none."""
     last_step = -1
     for path in wandb_files(run_dir, run_id):
-        for row in _history_records(path):
+        for row in history_records(path):
             last_step = max(last_step, row.step.num)
     return last_step

@@ -47,23 +47,24 @@ def model_and_batch(preset, spec=SPEC, **changes):
 
 
 def test_the_layer_that_was_hurt_is_ranked_first_and_each_cast_has_its_place():
-    found = bisect(*model_and_batch("fp32", **PLAIN))
-    layers = [f for f in found if f.layer != ALL and f.tensor == ALL]
-    by_place = {(f.layer, f.tensor): f for f in found}
-    trained = by_place[ALL, "none"]
+    findings = bisect(*model_and_batch("fp32", **PLAIN))
+    layers = [f for f in findings if f.layer != ALL and f.left_out == ALL]
+    by_cast = {(f.layer, f.left_out): f for f in findings}
+    trained = by_cast[ALL, "none"]
     assert layers[0].layer == "h.1.attn.c_proj"
+    assert list(layers[0].as_json())[:2] == ["layer", "tensor"]  # files of earlier runs
     assert layers[0].error < trained.error
     assert layers[0].cosine > trained.cosine
-    assert "h.1.attn.c_proj" in report(found, 12)
+    assert "h.1.attn.c_proj" in report(findings, 12)
     paths = [f"h.{i}.{name}" for i in range(2) for name in LINEAR]
-    assert set(by_place) == set(switches(paths))
+    assert set(by_cast) == set(switches(paths))
     # without any cast nothing is left of the error
-    exact = by_place[ALL, ALL]
+    exact = by_cast[ALL, ALL]
     assert exact.error < 1e-5
     assert exact.cosine == pytest.approx(1, abs=1e-5)
     assert abs(exact.loss_difference) < 1e-5
     # The loss knows nothing of gradients.
-    losses = [by_place[ALL, name].loss for name in ("gradients", "none", "weights")]
+    losses = [by_cast[ALL, name].loss for name in ("gradients", "none", "weights")]
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -73,9 +74,9 @@ def test_the_simulated_program_is_the_one_that_was_trained():
     model, params, scaling, tokens, _ = given
     step = jax.jit(model.differentiate().value_and_grad)
     loss = float(step(params, scaling, tokens, None, None)[0])
-    found = bisect(*given)
-    assert {f.tensor for f in found} == {*CASTS, ALL, "none", "compute"}
-    trained = next(f for f in found if f.tensor == "none")
+    findings = bisect(*given)
+    assert {f.left_out for f in findings} == {*CASTS, ALL, "none", "compute"}
+    trained = next(f for f in findings if f.left_out == "none")
     # Both round the same operands; sums in another order, results in FP16.
     assert trained.loss == pytest.approx(loss, rel=2**-10)
 
@@ -92,10 +93,10 @@ def test_what_cannot_be_bisected_is_said(preset, named):
 
 def test_the_layers_that_stand_out_are_suggested_as_the_key_to_set():
     def advised(layers, trained=0.1):
-        whole = [Finding("all", "none", 1.0, 0.0, 1.0, trained)]
-        whole.append(Finding("all", "all", 1.0, 0.0, 1.0, 0.0))
+        findings = [Finding("all", "none", 1.0, 0.0, 1.0, trained)]
+        findings.append(Finding("all", "all", 1.0, 0.0, 1.0, 0.0))
         return advice(
-            whole + [Finding(x, "all", 1.0, 0.0, 1.0, e) for x, e in layers.items()]
+            findings + [Finding(x, "all", 1.0, 0.0, 1.0, e) for x, e in layers.items()]
         )
 
     others = {f"h.{i}.mlp.c_fc": 0.099 for i in range(10)}

@@ -13,7 +13,7 @@ from families import slow
 from precisions import SPEC, batch, policy, workload
 
 from trainer.model import Model
-from trainer.observe.numerics import CLASSES, format_name, make_numerics
+from trainer.observe.numerics import CLASS_TITLES, format_name, make_numerics
 from trainer.observe.probe import FIGURE_NAMES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
@@ -60,7 +60,7 @@ def row(preset):
 def test_the_row_has_every_figure_of_every_layer_and_class(preset):
     expected = {
         f"numerics/{kind}/{layer}/{figure}"
-        for kind in CLASSES
+        for kind in CLASS_TITLES
         for layer in (LAYERS if kind.startswith("activation") else PARAMETERS)
         for figure in FIGURE_NAMES
     }
@@ -96,7 +96,7 @@ def test_every_tensor_has_the_format_of_its_cast_or_its_own(preset, kernel, rest
         spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
         model = Model.make(spec, policy(preset))
         for layers, formats in ((linear, kernel), (other, rest or kernel)):
-            named = zip(CLASSES, layers, strict=True)
+            named = zip(CLASS_TITLES, layers, strict=True)
             assert [format_name(model, *tensor) for tensor in named] == formats
 
 
@@ -192,7 +192,7 @@ def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
     assert bare == values(tmp_path / "B")
     assert parameters(tmp_path / "A", 4) == parameters(tmp_path / "B", 4)
     pictures = [path.name for path in (tmp_path / "A" / "numerics").iterdir()]
-    assert sorted(pictures) == sorted(f"{c}.png" for c in CLASSES)
+    assert sorted(pictures) == sorted(f"{c}.png" for c in CLASS_TITLES)
     assert not (tmp_path / "B" / "numerics").exists()
 
 

@@ -50,8 +50,8 @@ def test_underflow_of_a_cast_to_come_is_counted_exactly():
 def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
     exact = jnp.array([0.0, 1e-9, 1e-3, 2e-9])
     narrow = exact.astype(HALF)
-    assert shown(narrow, exact=exact).underflow == 2 / 4
-    scaled = shown(ScaledArray(narrow, 1.0), exact=ScaledArray(exact, 1.0))
+    assert shown(narrow, unrounded=exact).underflow == 2 / 4
+    scaled = shown(ScaledArray(narrow, 1.0), unrounded=ScaledArray(exact, 1.0))
     assert scaled.underflow == 2 / 4
 
 

@@ -2,12 +2,15 @@
 
 import time
 
-from trainer.observe.progress import log_duration
+from trainer.observe import progress
 
 
-def test_a_long_operation_says_so_while_it_lasts_and_how_long_it_took():
+def test_a_long_operation_says_so_while_it_lasts_and_how_long_it_took(
+    monkeypatch,
+):
+    monkeypatch.setattr(progress, "SECONDS", 0.05)
     heard = []
-    with log_duration("compiling the step", heard.append, seconds=0.05):
+    with progress.log_duration("compiling the step", heard.append):
         until = time.monotonic() + 30
         while not heard and time.monotonic() < until:
             time.sleep(0.01)

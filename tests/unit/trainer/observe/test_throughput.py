@@ -4,6 +4,7 @@ import resource
 from types import SimpleNamespace
 from unittest import mock
 
+import jax
 import pytest
 
 from trainer.observe.throughput import GIB, Throughput, memory, mfu
@@ -76,15 +77,17 @@ def test_utilization_of_a_published_run():
     assert mfu(8 * 178_300, 857.2e6, 312e12, 8) == pytest.approx(0.49, abs=0.005)
 
 
-def test_device_memory_is_the_peak_of_the_fullest_device():
+def test_device_memory_is_the_peak_of_the_fullest_device(monkeypatch):
     devices = [
         SimpleNamespace(memory_stats=lambda stats=stats: stats)
         for stats in ({"peak_bytes_in_use": 3 * GIB}, {"peak_bytes_in_use": 5 * GIB})
     ]
-    assert memory(devices)["memory/device_peak_gib"] == 5.0
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert memory()["memory/device_peak_gib"] == 5.0
     for stats in (None, {}, {"bytes_in_use": 1}):
         device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
-        assert set(memory([device])) == {"memory/host_peak_gib"}
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert set(memory()) == {"memory/host_peak_gib"}
 
 
 def test_host_memory_is_that_of_this_process_alone(monkeypatch):

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.faults.chaos import read_wandb_rows
 from trainer.observe.records import read_rows
 from trainer.observe.trackers import wandb
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.wandb import choose_run_id, has_login
-from trainer.observe.trackers.wandb_files import read_history, wandb_files
+from trainer.observe.trackers.wandb_files import wandb_files
 
 RUN = """
 import logging, os, signal, sys, time
@@ -59,16 +60,16 @@ def logged_steps(run_dir):
     return [row["step"] for row in read_rows(run_dir / "metrics.jsonl")]
 
 
-def histories(run_dir):
+def wandb_rows(run_dir):
     files = wandb_files(run_dir, (run_dir / "wandb" / "run_id").read_text())
-    return [list(read_history(path)) for path in files]
+    return [list(read_wandb_rows(path)) for path in files]
 
 
 def test_wandb_holds_every_step_and_event_once_across_a_kill(tmp_path):
     assert run(tmp_path, 0, 900, 700).returncode == -signal.SIGKILL
     done = run(tmp_path, 650, 900)
     assert done.returncode == 0, done.stderr
-    first, second = histories(tmp_path)
+    first, second = wandb_rows(tmp_path)
     assert first
     # They grow from file to file, or a server would drop the later ones.
     rows = first + second
@@ -86,7 +87,7 @@ def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
     assert "): continuing offline" in done.stdout
     steps = list(range(1, 21))
     assert logged_steps(tmp_path) == steps
-    rows = [row for history in histories(tmp_path) for row in history]
+    rows = [row for part in wandb_rows(tmp_path) for row in part]
     assert [row["step"] for row in rows] == steps
 
 
