@@ -19,6 +19,7 @@ from scripts.bench.interleave import make_take, serve
 from scripts.bench.kernel_times import profiled
 from trainer.compiled.fp8 import Gpu
 from trainer.compiled.hlo import Program, fp8_share
+from trainer.compiled.memory import held_bytes
 from trainer.errors import UserError
 from trainer.parallel.mesh import abstract_batch
 from trainer.run.allocator import keep_freed_memory
@@ -93,15 +94,10 @@ def prepare(case: Case, context: int | None, *, cached: bool) -> CompiledCase:
     memory, text = step.memory_analysis(), step.as_text() or ""
     device = task.mesh.devices.flat[0]
     assert memory is not None
-    held = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
     figures: dict[str, Any] = {
         "compile_s": compile_s,
         "from_cache": bool(hits),
-        "peak_gib": (held + memory.temp_size_in_bytes) / GIB,
+        "peak_gib": (held_bytes(memory) + memory.temp_size_in_bytes) / GIB,
         "device": device.device_kind,
         "jax": jax.__version__,
         "platform_version": device.client.platform_version,

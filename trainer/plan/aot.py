@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from trainer.compiled.hlo import Program
 from trainer.compiled.instructions import Shape
+from trainer.compiled.memory import held_bytes
 from trainer.errors import UserError
 from trainer.parallel.mesh import make_mesh
 from trainer.plan.targets import CUDNN_VERSION, Target
@@ -161,16 +162,11 @@ def compile_for_target(
         )
     memory = compiled.memory_analysis()
     assert memory is not None
-    held = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
     text = compiled.as_text()
     assert text is not None
     return Compiled(
         Program(text),
-        held + memory.temp_size_in_bytes,
+        held_bytes(memory) + memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         buffers,
     )

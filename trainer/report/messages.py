@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from trainer.compiled.hlo import Program
+from trainer.compiled.memory import held_bytes
 from trainer.compiled.sync_bytes import SyncBytes, sync_bytes_of
 from trainer.data import Manifest
 from trainer.model import Model
@@ -90,19 +91,22 @@ def describe(
         )
     if step is None:
         return lines
-    memory = step.memory_analysis()
-    if memory is not None:
-        held = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
-        lines.append(
-            f"memory per device {(held + memory.temp_size_in_bytes) / GIB:.2f} GiB:"
-            f" state and batch {held / GIB:.2f}, activations and workspace"
-            f" {memory.temp_size_in_bytes / GIB:.2f}"
-        )
+    lines += describe_memory(step)
     return [*lines, *describe_communication(w.task, step, gbps)]
+
+
+def describe_memory(step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
+    """Return a line about the memory of a compiled step, if its compiler reports it."""
+    memory = step.memory_analysis()
+    if memory is None:
+        return []
+    held = held_bytes(memory)
+    workspace = memory.temp_size_in_bytes
+    return [
+        f"memory per device {(held + workspace) / GIB:.2f} GiB:"
+        f" state and batch {held / GIB:.2f}, activations and workspace"
+        f" {workspace / GIB:.2f}"
+    ]
 
 
 def facts_of(w: Workload) -> dict[str, str]:
