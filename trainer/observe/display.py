@@ -49,7 +49,7 @@ class Output(Console):
             )
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output; Rich's own method would end the run as failed."""
+        """Discard all further output; Rich's method would end the run as failed."""
         self.quiet = True
         discard(self.file)
 

@@ -25,12 +25,12 @@ class:
 - Other stored tensors: the subnormal numbers. Zeros do not count: biases start as
   zeros, unseen rows of an embedding keep zero moments, and a second moment is never
   stored as zero unless it is zero (`scalify_core.optim`).
-- All others: the zeros and subnormals of the tensor's own format. This is an upper
+- All others: the zeros and subnormals of the tensor's format. This is an upper
   bound, because gradients of unseen rows and dropped values count too. Operands belong
   here under methods that measure scales in the matmul (`Method.in_products`: delayed,
-  current, the block formats): these casts do not use the tensor's own scale.
+  current, the block formats): these casts do not use the tensor's scale.
 
-Saturation is counted for the format of the next cast, or else the tensor's own.
+Saturation is counted for the format of the next cast, or else for the tensor's format.
 
 Operands of narrow matmuls with a scale for each block or row also have
 `blocks.BLOCK_FIGURES`: weights, inputs, and gradients of outputs, as they are cast for
@@ -108,7 +108,7 @@ class NextCast(NamedTuple):
     """The next cast of a tensor; the fields are None where there is none.
 
     Attributes:
-      fmt: the format of a cast that uses the tensor's own scale.
+      fmt: the format of a cast that uses the tensor's scale.
       blocks: a cast in blocks.
     """
 
@@ -205,7 +205,7 @@ def make_slots(model: Model) -> SlotsByName:
 def forward_format(policy: Policy) -> FloatFormat | None:
     """Return the format of the operands of narrow matmuls.
 
-    It is None if their casts do not use the tensors' own scales.
+    It is None if their casts do not use the tensors' scales.
     """
     if policy.forward is None or policy.method.in_products:
         return None
@@ -255,7 +255,7 @@ def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None,
 
 
 def format_name(model: Model, kind: str, layer: str) -> str:
-    """Return the format of the next cast of a tensor, or its own if there is no cast.
+    """Return the format of the next cast of a tensor, or its stored format without one.
 
     Args:
       model: the model in its precision.

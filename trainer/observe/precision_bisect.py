@@ -222,6 +222,24 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
     return by_name
 
 
+def check_bisectable(model: Model) -> None:
+    """Raise UserError as `bisect` says."""
+    if model.policy.method.in_products:
+        valid_methods = [
+            name for name, method in METHODS.items() if not method.in_products
+        ]
+        raise UserError(
+            f"precision.scaling={model.policy.scaling} casts by scales that are"
+            " measured in the matmul; valid: runs with"
+            f" scaling={' or '.join(valid_methods)}"
+        )
+    if not model.narrow and model.policy.compute == "fp32":
+        raise UserError(
+            "everything in this run is FP32 already; valid: a run with a narrower"
+            " precision"
+        )
+
+
 def bisect(
     model: Model,
     params: Any,
@@ -241,20 +259,7 @@ def bisect(
     Raises:
       UserError: the run is FP32, or its casts do not use the tensors' scales.
     """
-    if model.policy.method.in_products:
-        valid_methods = [
-            name for name, method in METHODS.items() if not method.in_products
-        ]
-        raise UserError(
-            f"precision.scaling={model.policy.scaling} casts by scales that are"
-            " measured in the matmul; valid: runs with"
-            f" scaling={' or '.join(valid_methods)}"
-        )
-    if not model.narrow and model.policy.compute == "fp32":
-        raise UserError(
-            "everything in this run is FP32 already; valid: a run with a narrower"
-            " precision"
-        )
+    check_bisectable(model)
     fp32_model = Model.make(
         model.spec,
         without_low_precision(model.policy),
@@ -268,7 +273,7 @@ def bisect(
         weights.wide(params), (), tokens, segments, no_switches
     )
 
-    def measures(
+    def compare(
         model: Model, on_Lx4: Any, params: Any, scaling: Any, fp32_grads: Any
     ) -> tuple[jax.Array, ...]:
         loss, grads = gradient(model, params, scaling, tokens, segments, on_Lx4)
@@ -284,26 +289,25 @@ def bisect(
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, left_out, loss, loss - float(fp32_loss), cosine, error)
 
-    measure = log_first_duration(
-        jax.jit(functools.partial(measures, model)),
+    compare_switched = log_first_duration(
+        jax.jit(functools.partial(compare, model)),
         "compiling with a switch for every cast",
         note,
     )
     findings = [
-        finding(*name, measure(on_Lx4, params, scaling, fp32_grads))
+        finding(*name, compare_switched(on_Lx4, params, scaling, fp32_grads))
         for name, on_Lx4 in switches(model.narrow).items()
     ]
     if model.policy.compute != "fp32":
         fp32_compute = model._replace(policy=with_fp32_compute(model.policy))
         all_on = switches(model.narrow)[ALL, "none"]
-        measure = log_first_duration(
-            jax.jit(functools.partial(measures, fp32_compute)),
+        compare_fp32_compute = log_first_duration(
+            jax.jit(functools.partial(compare, fp32_compute)),
             "compiling with FP32 between the matmuls",
             note,
         )
-        findings.append(
-            finding(ALL, "compute", measure(all_on, params, scaling, fp32_grads))
-        )
+        measured = compare_fp32_compute(all_on, params, scaling, fp32_grads)
+        findings.append(finding(ALL, "compute", measured))
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
 
 

@@ -42,7 +42,7 @@ def array_figures(
     - `fmt`, the format that the data is cast to next (E4M3 for the operand of a matrix
       product): the elements that are not zero but will be, and `saturated` counts those
       that the cast will clamp. Exact.
-    - neither: an upper bound, the elements that are zero or subnormal in the data's own
+    - neither: an upper bound, the elements that are zero or subnormal in the data's
       format. Only these can have lost bits by rounding; true zeros are counted. A
       tensor that slides out of its format shows subnormals long before it is lost. With
       `zeros=False`, for tensors whose zeros are known to be true, the subnormal ones

@@ -11,7 +11,7 @@ beyond it a step raises the loss of its own batch. Infinite: every rate raises t
 If no rate in the search raises the loss, the figure is an upper bound. The batch is
 small, so the figure varies from one measurement to the next.
 
-Both use the first micro-batch, in the run's own arithmetic, without dropout. The
+Both use the first micro-batch, in the arithmetic of the run, without dropout. The
 gradient is that of the numerics. The extra cost is one optimizer update and up to nine
 forward passes, nearly all of them for the line search.
 
@@ -61,8 +61,8 @@ def worst_logits(
     L(z) = log sum_j exp(z_j) - z_t. With p = softmax(z), dL/dz_t = p_t - 1 < 0 and
     dL/dz_j = p_j > 0 for every other j, at every z. So L grows as z_t falls and as each
     z_j rises, whatever the other coordinates are. The maximum over the box is the
-    vertex with z_t at its lower end and all others at their upper ends. Each token has
-    coordinates of its own, so the sum over tokens is maximal there too.
+    vertex with z_t at its lower end and all others at their upper ends. No two tokens
+    share a coordinate, so the sum over tokens is maximal there too.
 
     Args:
       logits_NxV: FP32.
@@ -158,24 +158,13 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
     return math.sqrt(low * high)
 
 
-def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
-    """Return a function from a state to the two figures of this module.
-
-    It is compiled at the first call, and again when static scales have changed. It runs
-    on any mesh, with the parameters sharded as they are. During the search the update
-    takes two bytes a parameter.
-
-    Args:
-      task: the model and its training.
-      lr: the learning rate at which the search starts, such as the run's peak.
-    """
-    model = task.model
+def make_unit_update(
+    task: TrainTask,
+) -> Callable[[TrainState, Any], tuple[Any, jax.Array]]:
+    """Return a function from a state and its gradients to an update."""
     mesh = task.mesh
     squares_of = squared_norms_over(mesh, task.trained_roles)
-    largest_of = amax_over(mesh, model.roles)
-    losses = make_losses(model.on(mesh))
-    if mesh.size > 1:
-        losses = loss_over(mesh, task.comm, losses)
+    largest_of = amax_over(mesh, task.model.roles)
 
     def unit_update(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
         """Return the update at a learning rate of one, BF16, and the gradient norm."""
@@ -197,6 +186,26 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
         )
         return updates, norm
 
+    return unit_update
+
+
+def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
+    """Return a function from a state to the two figures of this module.
+
+    It is compiled at the first call, and again when static scales have changed. It runs
+    on any mesh, with the parameters sharded as they are. During the search the update
+    takes two bytes a parameter.
+
+    Args:
+      task: the model and its training.
+      lr: the learning rate at which the search starts, such as the run's peak.
+    """
+    model = task.model
+    mesh = task.mesh
+    losses = make_losses(model.on(mesh))
+    if mesh.size > 1:
+        losses = loss_over(mesh, task.comm, losses)
+
     def losses_after_update(
         state: TrainState, updates: Any, eta: jax.Array, batch: Tokens, step: jax.Array
     ) -> jax.Array:
@@ -215,7 +224,7 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             *micro_batch,
         )
 
-    get_unit_update = task.jit(unit_update)
+    get_unit_update = task.jit(make_unit_update(task))
     get_losses = task.jit(losses_after_update, out_shardings=replicated(mesh))
 
     def sharpness(

@@ -8,7 +8,7 @@ from trainer.report.charts import Chart, value_range
 
 
 def curve_picture(chart: Chart) -> bytes:
-    """Return a PNG of a chart that has values."""
+    """Return a PNG of a chart with a finite value."""
     figure = Figure(figsize=(6.4, 2.8), layout="tight")
     axes = figure.subplots()
     for line in chart.shown:

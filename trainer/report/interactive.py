@@ -108,7 +108,7 @@ def empty_plot(low: float, high: float, **settings: Any) -> Any:
 
 
 def plot(chart: Chart, x_range: DataRange1d) -> Any:
-    """Return a Bokeh figure of a chart that has values.
+    """Return a Bokeh figure of a chart with a finite value.
 
     `x_range`: of all figures of the page, which zoom together.
     """
@@ -221,7 +221,7 @@ def framed(chart: Chart | SweepChart, element: str) -> str:
 
 
 def chart_grid(charts: Sequence[Chart | SweepChart]) -> list[str]:
-    """Return the charts that have values side by side, below their controls, and the
+    """Return the charts that show values side by side, below their controls, and the
     scripts that draw them.
     """
     shown = [chart for chart in charts if chart.shown]

@@ -46,7 +46,7 @@ def make_tracker(
         resumes from, or None.
       is_fork: whether `start` is a step of another run, of which this is a fork.
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
-      custom: the user's own tracker, which records everything too.
+      custom: the user's tracker, which records everything too.
     """
     if jax.process_index() > 0:
         return Tracker()

@@ -1,4 +1,4 @@
-"""The tracker of a run directory's own files: metrics.jsonl and samples.txt.
+"""The tracker of the log files in a run directory: metrics.jsonl and samples.txt.
 
 A run that resumes after n steps cuts the records of later steps and writes them again,
 with the same values. The log has every row of a step <= n, because the loop calls
@@ -147,7 +147,7 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
     only repeats rows of the attempt before it.
 
     Args:
-      run_dir: the directory of the run, which has no checkpoint of its own.
+      run_dir: the directory of the run, which has no checkpoint.
       step: the step of the state that it starts from.
 
     Raises:

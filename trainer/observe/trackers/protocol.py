@@ -6,8 +6,8 @@ kills and resumes. The loop and the tracker share the work:
 - The loop calls `flush` before it saves checkpoint n. When a tracker's `flush` returns,
   its records of steps up to n survive a kill.
 - A run that resumes after n steps passes n to `start`, and then records all later steps
-  again, with the same values. A tracker drops its own records of those steps. If it
-  cannot, it ignores the new records of the steps that it has.
+  again, with the same values. A tracker drops the records that it has of those steps.
+  If it cannot, it ignores the new records of the steps that it has.
 - Records of steps up to n can be missing: another tracker recorded them, or a kill lost
   a block. The tracker gets them by `start.log.replay(self, after=LAST_STEP_HELD)`.
 
@@ -24,7 +24,7 @@ Row = Mapping[str, float | int | str]
 
 
 class RunLog(Protocol):
-    """The run's own log, complete up to the step that the run resumes from."""
+    """The log of the run, complete up to the step that the run resumes from."""
 
     def replay(self, tracker: "Tracker", *, after: int) -> None:
         """Send a tracker the rows, events and samples of steps > `after`.
@@ -44,7 +44,7 @@ class TrackerStart:
       redo_row: whether the row of `step` itself is sent again too, with its sample.
       config: the configuration as nested plain values.
       id: the tracker's attribute `id` at the newest checkpoint, or None.
-      log: the run's own log; None: it has none.
+      log: the log of the run; None: tracker=none.
       checkpoint_state: `Tracker.checkpoint_state` at the newest checkpoint, or None.
       is_fork: whether the run starts here from another run's checkpoint.
     """
@@ -60,7 +60,7 @@ class TrackerStart:
 
     @property
     def is_new(self) -> bool:
-        """Return whether the run starts here without a checkpoint of its own.
+        """Return whether the run starts here without a checkpoint in its directory.
 
         Older records in `run_dir` then belong to an earlier attempt.
         """

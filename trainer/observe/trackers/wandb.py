@@ -1,8 +1,8 @@
 """The Weights & Biases tracker, which never stops or delays the training.
 
-A kill loses the last block (32 KiB) of W&B's own files, and W&B accepts each step only
+A kill loses the last block (32 KiB) of W&B's files, and W&B accepts each step only
 once. So on resume we look up the last step that W&B has, send the missing ones from the
-run's own log, and skip later steps that W&B has.
+run's log, and skip later steps that W&B has.
 """
 
 import atexit
@@ -189,7 +189,7 @@ class WandbTracker(Tracker):
         )
         if self._thread.is_alive():
             self._give_up("does not finish")
-            # It runs before W&B's own hook, which would wait forever.
+            # It runs before W&B's hook, which would wait forever.
             atexit.register(_exit_at_once, exit_code)
 
     def _start_row(self, step: int) -> None:
@@ -240,7 +240,7 @@ class WandbTracker(Tracker):
                 return
             try:
                 call()
-            # Any failure of W&B's own process must not end a training run.
+            # Any failure of W&B's process must not end a training run.
             except Exception as error:
                 self._give_up(type(error).__name__)
 
