@@ -11,8 +11,8 @@ import pytest
 def on_gpu():
     """Whether the checks are at full size. They are skipped where a GPU is asked for
     and there is none."""
-    asked = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
+    is_gpu_requested = os.environ.get("SCALIFY_TEST_PLATFORM", "cpu") == "gpu"
     actual = jax.devices()[0]
-    if asked and actual.platform != "gpu":
+    if is_gpu_requested and actual.platform != "gpu":
         pytest.skip(f"SCALIFY_TEST_PLATFORM=gpu, but JAX has {actual.device_kind}")
-    return asked
+    return is_gpu_requested

@@ -98,8 +98,10 @@ def test_attention_and_its_gradient_are_those_of_fp32(on_gpu, dtype, packed):
     arrays, segments = drawn(on_gpu, dtype)
 
     def both(q, k, v, g):
-        of = lambda q, k, v: attention(q, k, v, segments=segments if packed else None)
-        out, vjp = jax.vjp(of, q, k, v)
+        attend = lambda q, k, v: attention(
+            q, k, v, segments=segments if packed else None
+        )
+        out, vjp = jax.vjp(attend, q, k, v)
         return out, *vjp(g)
 
     assert_near_fp32(on_gpu, both, arrays, FORMATS[dtype])

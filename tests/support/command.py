@@ -64,9 +64,11 @@ def tiny_config(*overrides: str) -> Config:
 def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     # by conftest, and by programs that ran in this process
     set_here = ("WANDB_", "XLA_", "JAX_", "HYDRA_", "TF_CPP_")
-    kept = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    compile_time_variable = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
     inherited = {
-        k: v for k, v in os.environ.items() if k == kept or not k.startswith(set_here)
+        k: v
+        for k, v in os.environ.items()
+        if k == compile_time_variable or not k.startswith(set_here)
     }
     devices_flag = f"--xla_force_host_platform_device_count={devices}"
     return inherited | {

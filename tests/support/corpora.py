@@ -40,12 +40,12 @@ def read(source, cache):
 
 def check_positions(corpus):
     """Check that reading goes on from each position, and return the parts."""
-    whole = list(corpus.read(None))
-    for i, part in enumerate(whole):
+    parts = list(corpus.read(None))
+    for i, part in enumerate(parts):
         position = json.loads(json.dumps(part.position))
         rest = [text for later in corpus.read(position) for text in later.texts]
-        assert rest == [text for later in whole[i + 1 :] for text in later.texts]
-    return whole
+        assert rest == [text for later in parts[i + 1 :] for text in later.texts]
+    return parts
 
 
 def prepared(source, cache, tokenizer="byte", **settings):

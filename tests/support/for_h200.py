@@ -35,8 +35,8 @@ def h200_devices():
 def program_for(name, fun, *operands, **options):
     """The program of `fun` for one described GPU; operands are shapes and dtypes."""
     mesh = make_target_mesh(get_target(name), 1, 1)
-    whole = NamedSharding(mesh, PartitionSpec())
-    args = [jax.ShapeDtypeStruct(*operand, sharding=whole) for operand in operands]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    args = [jax.ShapeDtypeStruct(*operand, sharding=replicated) for operand in operands]
     lowered = lower_for_target(lambda: jax.jit(fun).lower(*args))
     with no_compilation_cache():
         return compile_for_target(lowered, options).program

@@ -9,7 +9,7 @@ FP8 = (
 
 def rows(losses, val=(), speed=lambda i: 1000.0, **more):
     """Of steps 1, 2, ...; `val`: {step: loss}."""
-    found = []
+    logged_rows = []
     for i, loss in enumerate(losses, 1):
         row = {
             "train/loss": loss,
@@ -24,14 +24,14 @@ def rows(losses, val=(), speed=lambda i: 1000.0, **more):
             "perf/data_ms": 1.0,
         } | row
         row |= {"val/loss": dict(val)[i]} if i in dict(val) else {}
-        found.append({"step": i} | row)
-    return found
+        logged_rows.append({"step": i} | row)
+    return logged_rows
 
 
-def run_records(found, events=(), config="", numerics=None, **facts):
+def run_records(logged_rows, events=(), config="", numerics=None, **facts):
     return RunRecords(
         "a run",
-        found,
+        logged_rows,
         list(events),
         config,
         [(100, numerics)] if numerics else [],

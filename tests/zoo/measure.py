@@ -236,18 +236,20 @@ def measure(subject: Subject, format: str, scales: str = "static") -> Found:
     if format == "fp8" and not takes_fp8(subject.name):
         raise ValueError(f"{subject.name} has no products that could be FP8")
     actual = subject.gradient(format, scales)
-    whole = math.sqrt(sum(float(np.sum(x**2)) for x in subject.reference.values()))
+    gradient_norm = math.sqrt(
+        sum(float(np.sum(x**2)) for x in subject.reference.values())
+    )
     leaves = [
-        _judged(subject, format, path, actual[path], whole)
+        _judged(subject, format, path, actual[path], gradient_norm)
         for path in subject.reference
     ]
     return Found(subject.name, format, scales, leaves)
 
 
 def _judged(
-    subject: Subject, format: str, path: str, actual: np.ndarray, whole: float
+    subject: Subject, format: str, path: str, actual: np.ndarray, gradient_norm: float
 ) -> Leaf:
-    """One leaf; `whole` is the norm of the whole gradient."""
+    """One leaf; `gradient_norm` is that of all leaves."""
     reference, plain = subject.reference[path], subject.plain(format)[path]
     off, plain_off = error(actual, reference), error(plain, reference)
     limit, epsilon = limit_of(subject, format, path, plain_off), _epsilon(format)
@@ -260,7 +262,7 @@ def _judged(
         fits = off <= limit and zeros <= may_be_zero
     else:
         size = float(np.linalg.norm(actual - reference))
-        fits = off <= 2 * plain_off or size <= ROUNDINGS * epsilon * whole
+        fits = off <= 2 * plain_off or size <= ROUNDINGS * epsilon * gradient_norm
     return Leaf(path, off, plain_off, limit, zeros, may_be_zero, determined, fits)
 
 

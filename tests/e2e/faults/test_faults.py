@@ -103,15 +103,17 @@ def test_a_signal_breaks_off_the_final_validation_which_is_taken_up_again_bitwis
     undisturbed,
 ):
     """A clock that jumps changes nothing either."""
-    whole, run_dir = undisturbed / "A", undisturbed / "B"
+    undisturbed_run, run_dir = undisturbed / "A", undisturbed / "B"
     faults = BAD | {"terminate": True, "clock": [11, 15, 33]}
     assert train(undisturbed, "B", faults) == 143
     assert [row["step"] for row in values(run_dir)] == list(range(1, STEPS))
     assert train(undisturbed, "B", BAD) == 0
-    assert values(whole) == values(run_dir)
-    assert events(whole) == events(run_dir)
-    assert parameters(whole, STEPS) == parameters(run_dir, STEPS)
-    texts = [(folder / "samples.txt").read_bytes() for folder in (whole, run_dir)]
+    assert values(undisturbed_run) == values(run_dir)
+    assert events(undisturbed_run) == events(run_dir)
+    assert parameters(undisturbed_run, STEPS) == parameters(run_dir, STEPS)
+    texts = [
+        (folder / "samples.txt").read_bytes() for folder in (undisturbed_run, run_dir)
+    ]
     assert texts[0] == texts[1]
     rows = read_rows(run_dir / "metrics.jsonl")
     assert min(row.get("perf/step_ms", 1) for row in rows) > 0

@@ -105,7 +105,7 @@ def test_a_run_stopped_in_its_last_callbacks_says_what_is_not_done(capsys):
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped():
     # a shell that runs the tests in the background ignores it
-    before = signal.getsignal(signal.SIGINT)
+    sigint_handler = signal.getsignal(signal.SIGINT)
     expected = train(tiny_config("train.steps=8", "run_dir=B"), data=Walk())
     config, stop = tiny_config("train.steps=8"), signalled(signal.SIGINT, 3)
     stopped = train(config, data=Walk(), callbacks=[stop])
@@ -116,7 +116,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped():
     assert (resumed.step, resumed.stopped_by) == (8, None)
     assert values(expected.run_dir) == values(resumed.run_dir)
     assert bits(expected.state.params) == bits(resumed.state.params)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is sigint_handler
 
 
 def test_a_second_interruption_is_a_keyboard_interrupt_and_the_process_goes_on():

@@ -77,15 +77,15 @@ def test_names_stand_for_groups_and_patterns_in_the_order_of_the_model():
 )
 def test_what_is_not_trained_keeps_every_bit_and_has_no_moments(preset, accum):
     w = only("embeddings", "h.0.mlp.c_fc.*", preset=preset)
-    before, after = first_state(w, seed=0), trained(w, 2, accum)
+    first, last = first_state(w, seed=0), trained(w, 2, accum)
     names = set(by_name(w.trained_roles))
     assert len(names) == 4
-    a, b = (by_name(weights.wide(state.params)) for state in (before, after))
+    a, b = (by_name(weights.wide(state.params)) for state in (first, last))
     same = {name for name in a if np.array_equal(a[name], b[name])}
     assert same == set(by_name(w.model.roles)) - names
-    moments = sum(x.size for x in tree.leaves(after.opt_state) if x.ndim)
+    moments = sum(x.size for x in tree.leaves(last.opt_state) if x.ndim)
     assert moments == 2 * sum(
-        x.size for x in tree.leaves(w.select_trained(after.params))
+        x.size for x in tree.leaves(w.select_trained(last.params))
     )
 
 

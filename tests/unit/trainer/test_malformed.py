@@ -112,7 +112,7 @@ def damaged(draw, data):
     if kind == "value":
         lines = data.split(b"\n")
         number = draw(st.integers(0, len(lines) - 1))
-        for before, part, after in (
+        for lines_before, part, lines_after in (
             ([], data, []),
             (lines[:number], lines[number], lines[number + 1 :]),
         ):
@@ -122,7 +122,7 @@ def damaged(draw, data):
                 continue
             path = draw(st.sampled_from(list(nodes(tree))[:400]))
             new = json.dumps(replaced(tree, path, draw(st.sampled_from(ODD)))).encode()
-            return b"\n".join([*before, new, *after])
+            return b"\n".join([*lines_before, new, *lines_after])
     if kind == "text":
         return draw(st.sampled_from(TEXTS)).encode()
     at = draw(st.integers(0, len(data)))
@@ -367,11 +367,11 @@ def test_a_number_of_hundreds_of_digits_is_one_line(setting):
 
 def test_a_sample_of_a_step_of_thousands_of_digits_is_no_sample(tmp_path):
     path = tmp_path / "samples.txt"
-    whole = encode_sample(Sample(3, "samples", "In the beginning"))
-    path.write_bytes(whole + b"step 1" + b"0" * 5000 + b' | "samples"\n  x\n')
+    encoded_sample = encode_sample(Sample(3, "samples", "In the beginning"))
+    path.write_bytes(encoded_sample + b"step 1" + b"0" * 5000 + b' | "samples"\n  x\n')
     assert [sample.step for sample in read_samples(path)] == [3]
     cut_samples(path, 3)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == encoded_sample
 
 
 def test_a_word_pattern_that_the_library_gives_up_is_one_line(tmp_path):

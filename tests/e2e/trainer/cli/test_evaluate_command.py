@@ -141,12 +141,12 @@ def test_data_whose_text_has_changed_are_read_where_prepared_and_else_refused(
     run_dir, tmp_path, monkeypatch
 ):
     main(Arguments(str(run_dir)))
-    before = (run_dir / "evaluation.json").read_text()
+    saved_evaluation = (run_dir / "evaluation.json").read_text()
     text, prepared = run_dir.parent / "text.txt", run_dir.parent / "data"
     text.write_text("And the word was with God. " * 1600)
     try:
         main(Arguments(str(run_dir)))
-        assert (run_dir / "evaluation.json").read_text() == before
+        assert (run_dir / "evaluation.json").read_text() == saved_evaluation
         shutil.rmtree(prepared)
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UserError, match="was trained on other data than"):

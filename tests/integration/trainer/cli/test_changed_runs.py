@@ -139,9 +139,9 @@ def test_a_text_of_the_user_is_not_unpacked_inside_of_the_run(run_dir, monkeypat
     def files():
         return {p for p in run_dir.rglob("*") if "checkpoints" not in p.parts}
 
-    before = files()
+    first_files = files()
     evaluate.main(evaluate.Arguments(str(run_dir), text="private.txt.gz", batches=1))
-    assert files() - before == {run_dir / "evaluation_of_text.json"}
+    assert files() - first_files == {run_dir / "evaluation_of_text.json"}
 
 
 def test_the_id_of_a_wandb_run_is_not_read_through_a_link(run_dir):

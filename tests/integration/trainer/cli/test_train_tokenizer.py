@@ -64,21 +64,19 @@ def test_what_a_run_validates_on_is_left_out(documents, tmp_path, capsys):
 
 
 def test_bad_input_is_one_line(text, tmp_path, capsys):
-    def said(*given):
-        assert (
-            run("train-tokenizer", [*given, f"data.cache_dir={tmp_path / 'cache'}"])
-            == 2
-        )
+    def refusal(*given):
+        given = [*given, f"data.cache_dir={tmp_path / 'cache'}"]
+        assert run("train-tokenizer", given) == 2
         return capsys.readouterr().err
 
     out = f"out={tmp_path / 'x'}"
-    assert "expected 257" in said(*text, "vocab_size=200", out)
-    few = said(*text, "vocab_size=300", "max_chars=-1", out)
+    assert "expected 257" in refusal(*text, "vocab_size=200", out)
+    few = refusal(*text, "vocab_size=300", "max_chars=-1", out)
     assert "max_chars=-1: expected 1 or more" in few
     nothing = ["data=text", f"data.paths=[{tmp_path / 'nothing'}]"]
-    assert "nothing" in said(*nothing, "vocab_size=300", out)
-    assert "did you mean vocab_size?" in said("vocab_sise=300", out)
+    assert "nothing" in refusal(*nothing, "vocab_size=300", out)
+    assert "did you mean vocab_size?" in refusal("vocab_sise=300", out)
     assert not (tmp_path / "x").exists()
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "tokenizer.json").write_text("{}")
-    assert "exists" in said(*text, "vocab_size=300", out)
+    assert "exists" in refusal(*text, "vocab_size=300", out)

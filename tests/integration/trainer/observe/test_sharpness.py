@@ -38,11 +38,11 @@ def test_no_corner_of_the_box_has_a_larger_loss_than_the_one_found(radius):
             worst_logits(jnp.asarray(logits), jnp.asarray(targets), radius)
         )
     signs = np.array(list(itertools.product((-1, 1), repeat=6)))
-    for z, target, found in zip(logits, targets, worst, strict=True):
+    for z, target, worst_z in zip(logits, targets, worst, strict=True):
         room = radius * (np.abs(z) + 1)
         corners = z + signs * room
         losses = np.log(np.exp(corners).sum(1)) - corners[:, target]
-        np.testing.assert_allclose(found, corners[losses.argmax()], rtol=1e-12)
+        np.testing.assert_allclose(worst_z, corners[losses.argmax()], rtol=1e-12)
 
 
 def counted(rise):
@@ -107,11 +107,13 @@ def test_the_logits_are_those_of_the_last_token_of_the_whole_model():
     state, tokens = first_state(w, seed=0), batch(w)
     ids = tokens.tokens_AxBxT1[0]
     logits = w.model.training.bind(asarray(state.params))(ids[:, :-1])[:, -1]
-    before = cross_entropies(logits, ids[:, -1]).mean()
-    worst = cross_entropies(worst_logits(logits, ids[:, -1], 5e-4), ids[:, -1]).mean()
+    last_loss = cross_entropies(logits, ids[:, -1]).mean()
+    worst_loss = cross_entropies(
+        worst_logits(logits, ids[:, -1], 5e-4), ids[:, -1]
+    ).mean()
     actual = figures(w, state, tokens, 0)["sharpness/logits"]
     # The difference of two losses near ln 64, each of which is known to FP32's last
     # place.
     assert actual == pytest.approx(
-        100 * float((worst - before) / (1 + before)), rel=1e-2
+        100 * float((worst_loss - last_loss) / (1 + last_loss)), rel=1e-2
     )

@@ -133,13 +133,13 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         ("all-to-all", "u16"): 2 * others * share,
         ("all-reduce", "f32"): 4 * len(leaves) * 2 * share,
     }
-    for before, after in zip(
+    for stored, gathered in zip(
         leaves, jax.tree.leaves(compiled(state.params)), strict=True
     ):
         # Two roundings to E4M3, one of them stochastic, by less than a step of an
         # eighth and half of one.
-        atol = 2**-9 * np.abs(before).max()
-        np.testing.assert_allclose(after, before, rtol=0.2, atol=atol)
+        atol = 2**-9 * np.abs(stored).max()
+        np.testing.assert_allclose(gathered, stored, rtol=0.2, atol=atol)
 
 
 def test_the_first_state_does_not_depend_on_the_devices():

@@ -66,11 +66,13 @@ def test_gathering_by_layer_gives_the_gradients_of_gathering_all(
 ):
     task = task_of(precision, spec, sizes, reduce)
     accum = 2 if len(sizes) == 3 else 1
-    (loss, *whole), (by_layer_loss, *by_layer) = (
+    (loss, *all_at_once), (by_layer_loss, *by_layer) = (
         gradients(task, accum, by_layer=by_layer) for by_layer in (False, True)
     )
     assert by_layer_loss == loss
-    for a, b in zip(jax.tree.leaves(by_layer), jax.tree.leaves(whole), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(by_layer), jax.tree.leaves(all_at_once), strict=True
+    ):
         limit = tolerance * np.max(np.abs(b), initial=0)
         np.testing.assert_allclose(a, b, rtol=0, atol=limit)
 

@@ -67,10 +67,10 @@ def trained(steps, diloco, sizes=(1,), start=0, state=None):
     return state, losses
 
 
-def restored(folder, state, before, task):
+def restored(folder, state, saved_settings, task):
     """The state with which a task goes on from a checkpoint of another one."""
     with Checkpointer(folder / "checkpoints") as checkpointer:
-        checkpointer.save(3, to_checkpoint_form(state), meta_of(before))
+        checkpointer.save(3, to_checkpoint_form(state), meta_of(saved_settings))
         checkpointer.wait()
         state = from_checkpoint_form(restore_own(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(first(task))
@@ -181,13 +181,15 @@ def test_a_run_goes_on_with_fewer_replicas_or_more(tmp_path, count):
     assert len(set(keys)) == count
 
 
-@pytest.mark.parametrize(("before", "now"), [(AVERAGE, NARROW), (NARROW, AVERAGE)])
+@pytest.mark.parametrize(
+    ("old_settings", "new_settings"), [(AVERAGE, NARROW), (NARROW, AVERAGE)]
+)
 def test_another_run_may_go_on_with_an_outer_momentum_and_feedback_or_without(
-    tmp_path, before, now
+    tmp_path, old_settings, new_settings
 ):
     """They begin with zeros; weights and moments are the same."""
-    half, _ = trained(3, before)
-    state = restored(tmp_path, half, before, task_of(now))
+    half, _ = trained(3, old_settings)
+    state = restored(tmp_path, half, old_settings, task_of(new_settings))
     for new, old in (
         (state.params, half.params),
         (state.diloco.states, half.diloco.states),

@@ -246,11 +246,15 @@ def test_deep_steps_whose_layers_are_alike_are_continued():
 
 def test_a_causal_attention_takes_half():
     sizes, h200 = (2, 4, 1024, 1024, 64), get_target("h200")
-    whole, causal = (
+    bidirectional, causal = (
         attention_seconds(Attention("bf16", False, is_causal, sizes, "a", 3), h200)
         for is_causal in (False, True)
     )
-    assert causal == whole / 2 == pytest.approx(2 * 2 * math.prod(sizes) / 989.4e12 / 2)
+    assert (
+        causal
+        == bidirectional / 2
+        == pytest.approx(2 * 2 * math.prod(sizes) / 989.4e12 / 2)
+    )
 
 
 def test_seconds_of_products_and_collectives():

@@ -82,12 +82,12 @@ def test_a_step_whose_attention_is_not_fp8_is_refused_on_a_gpu_that_has_it():
     report = check_step(model, program, 128, gpu, require=None)
     assert report.share == 1
     assert report.lines[0].startswith("compiled step: 0 FP8 products and 2 FP8 attent")
-    for attentions, found in (
+    for attentions, named in (
         ([call, call._replace(dtype="bf16")], "bf16"),
         ([], "matmuls and a softmax"),
     ):
         program.attentions = attentions
-        message = f"attention is not FP8 but {found}; leave precision.attention out"
+        message = f"attention is not FP8 but {named}; leave precision.attention out"
         with pytest.raises(UserError, match=message):
             check_step(model, program, 128, gpu, require=None)
         assert check_step(model, program, 128, gpu, require=False)

@@ -65,11 +65,11 @@ def test_a_step_that_is_not_finite_changes_nothing():
     state = take(1)
     gain = state.params["ln_f"]["scale"]
     state.params["ln_f"]["scale"] = jnp.full_like(gain, jnp.nan)
-    before = bits(state)
+    state_bits = bits(state)
     _, step = compiled()
     after, metrics = step(copied(state), batch(kahan()), step_inputs(1, 1e-2))
     assert not metrics["finite"]
-    assert bits(after) == before
+    assert bits(after) == state_bits
 
 
 @pytest.mark.parametrize("target", ["fp32", "bf16_pure"])

@@ -105,8 +105,8 @@ def test_fields_that_contradict_each_other_are_refused(changes, message):
 def test_weight_gradients_that_nothing_would_compute_are_refused(
     preset, changes, message, valid
 ):
-    said = f"precision.weight_grad={message}.*; set precision.weight_grad={valid}$"
-    with pytest.raises(UserError, match=said):
+    error = f"precision.weight_grad={message}.*; set precision.weight_grad={valid}$"
+    with pytest.raises(UserError, match=error):
         policy(preset, **changes)
     if preset != "scalify_fp16":
         advised = changes | {"weight_grad": valid.split()[-1]}

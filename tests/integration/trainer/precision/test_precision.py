@@ -234,10 +234,10 @@ def test_a_step_that_is_not_finite_changes_nothing():
     gain = state.params["ln_f"]["scale"]
     nan = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), gain)
     state.params["ln_f"]["scale"] = nan
-    before = bits(state)
+    state_bits = bits(state)
     after, metrics = step(state, batch(w), step_inputs(0, 1e-2))
     assert not metrics["finite"]
-    assert bits(after) == before
+    assert bits(after) == state_bits
 
 
 def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays():
@@ -247,11 +247,11 @@ def test_the_loss_scale_falls_with_a_step_that_is_not_finite_and_the_rest_stays(
             state, scaling=state.scaling._replace(value=jnp.float32(2.0**24))
         )
     )
-    before = bits((state.params, state.opt_state))
+    state_bits = bits((state.params, state.opt_state))
     after, metrics = step(state, batch(w), step_inputs(0, 1e-2))
     assert not metrics["finite"]
     assert after.scaling.value == 2.0**23
-    assert bits((after.params, after.opt_state)) == before
+    assert bits((after.params, after.opt_state)) == state_bits
 
 
 def test_the_loss_scale_doubles_once_after_many_finite_steps():
@@ -276,10 +276,10 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     assert rescale(state) is None
     state = copied(state)
     mlp = state.params["h"][0]["mlp"]
-    before = {name: mlp[name]["kernel"] for name in ("c_fc", "c_proj")}
+    first_kernels = {name: mlp[name]["kernel"] for name in ("c_fc", "c_proj")}
 
     def grow(name, factor):
-        old = before[name]
+        old = first_kernels[name]
         mlp[name]["kernel"] = type(old)(old.data * factor, old.scale)
 
     grow("c_fc", 2)
@@ -292,7 +292,7 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     for name, factor in (("c_fc", 4), ("c_proj", 2)):
         assert f"h.0.mlp.{name}.kernel 2^" in text
         kernel = new.params["h"][0]["mlp"][name]["kernel"]
-        assert kernel.scale == factor * before[name].scale
+        assert kernel.scale == factor * first_kernels[name].scale
         np.testing.assert_array_equal(wide(kernel), wide(mlp[name]["kernel"]))
     assert step(new, batch(w), step_inputs(0, 1e-3))[1]["finite"]
 

@@ -35,7 +35,7 @@ def configuration(*overrides):
 @pytest.fixture
 def alter(monkeypatch):
     """Have every step compiled from now on pass its result through a function (step,
-    before, state, metrics)."""
+    old_state, state, metrics)."""
     compile_step = assembly.compile_step
 
     def use(change):
@@ -44,9 +44,9 @@ def alter(monkeypatch):
 
             def altered(state, tokens, step_inputs):
                 # a copy, since the step donates its state
-                before = jax.tree.map(jnp.copy, state)
+                old_state = jax.tree.map(jnp.copy, state)
                 result = step(state, tokens, step_inputs)
-                return change(int(step_inputs.step) + 1, before, *result)
+                return change(int(step_inputs.step) + 1, old_state, *result)
 
             altered.as_text = step.as_text
             return altered
@@ -61,7 +61,7 @@ def poison(at, times=1):
     taken."""
     left = [times]
 
-    def change(step, before, state, metrics):
+    def change(step, old_state, state, metrics):
         if step == at and left[0]:
             left[0] -= 1
             leaves, tree = jax.tree.flatten(state.params)
@@ -106,9 +106,9 @@ def test_a_run_that_ends_with_an_older_state_failed(alter):
 def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command_again(
     alter, folder
 ):
-    def skip(step, before, state, metrics):
+    def skip(step, old_state, state, metrics):
         if step > 3:
-            return before, metrics | {"finite": jnp.array(False)}
+            return old_state, metrics | {"finite": jnp.array(False)}
         return state, metrics
 
     alter(skip)

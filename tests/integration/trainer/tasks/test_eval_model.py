@@ -135,7 +135,7 @@ def test_the_harness_is_given_the_same_items(tmp_path):
 
 def test_what_a_task_asks_of_a_generation():
     sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 3}
-    for asked, expected in (
+    for settings, expected in (
         ({"until": "\n", "max_gen_toks": 5}, (("\n",), 5, LIKELIEST)),
         (
             {"until": ["x"], "do_sample": False, "temperature": 0.7},
@@ -143,6 +143,6 @@ def test_what_a_task_asks_of_a_generation():
         ),
         (sampled, ((), 3, DecodingParams(0.7, 0, 0.9))),
     ):
-        assert request_of("a", asked) == GenerationRequest("a", *expected)
+        assert request_of("a", settings) == GenerationRequest("a", *expected)
     with pytest.raises(UserError, match="asks for generation with num_beams; known"):
         request_of("a", {"num_beams": 4})

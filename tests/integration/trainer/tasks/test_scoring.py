@@ -28,9 +28,9 @@ def test_what_is_too_long_loses_its_beginning():
     question = Question(range(10), [20, 21, 22])
     assert cut(question, 16) == ([*range(10), 20, 21], [20, 21, 22])
     assert cut(question, 5) == ([7, 8, 9, 20, 21], [20, 21, 22])
-    for before, after in (([], [1]), ([1], []), ([1], [2] * 6)):
+    for context, continuation in (([], [1]), ([1], []), ([1], [2] * 6)):
         with pytest.raises(ValueError, match="expected 1 or more, and 1 to 5"):
-            cut(Question(before, after), 5)
+            cut(Question(context, continuation), 5)
 
 
 def test_batches_hold_all_rows_in_few_shapes():

@@ -254,9 +254,9 @@ def test_the_gradients_have_the_dtype_of_the_operands():
 def test_the_backward_pass_keeps_a_byte_an_element():
     q, k, v = operands("grouped")
     _, pull = jax.vjp(fp8_attention, q, k, v)
-    kept = sum(x.nbytes for x in jax.tree.leaves(pull))
+    residual_bytes = sum(x.nbytes for x in jax.tree.leaves(pull))
     log_norms, units = 4 * q.shape[1] * q.shape[2], 3 * 4
-    assert kept == 2 * q.size + 2 * k.size + log_norms + units
+    assert residual_bytes == 2 * q.size + 2 * k.size + log_norms + units
 
 
 @pytest.mark.parametrize(

@@ -280,10 +280,10 @@ def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):
 def test_a_file_that_becomes_another_split_is_another_content(tmp_path):
     files = {f"train-{name}.jsonl": f'{{"text": "{name}"}}\n' for name in "ab"}
     source = HubSource(str(write(tmp_path / "set", files)))
-    before = open_corpus(source, tmp_path / "cache").fingerprint
+    first_fingerprint = open_corpus(source, tmp_path / "cache").fingerprint
     file = tmp_path / "set" / "train-b.jsonl"
     file.rename(file.with_name("validation-b.jsonl"))
-    assert open_corpus(source, tmp_path / "cache").fingerprint != before
+    assert open_corpus(source, tmp_path / "cache").fingerprint != first_fingerprint
 
 
 def test_a_version_of_datasets_that_reads_json_otherwise_is_refused(

@@ -97,12 +97,12 @@ def test_ids_are_the_librarys_without_what_it_adds(made):
 def test_text_that_spells_a_special_token_changes_no_other_text(made):
     """A model such as Unigram may prefer the token."""
     _, ours, _, end = made
-    before, after = "And God created the heaven", "and the earth was void"
-    ids = ours.encode(f"{before} {end}{after}")
+    prefix, suffix = "And God created the heaven", "and the earth was void"
+    ids = ours.encode(f"{prefix} {end}{suffix}")
     assert ours.eot not in ids
-    assert ids[: len(ours.encode(before))] == ours.encode(before)
-    # `after` is no start of a text, where spaces may be added
-    tail = ours.encode(f"x{after}")[len(ours.encode("x")) :]
+    assert ids[: len(ours.encode(prefix))] == ours.encode(prefix)
+    # `suffix` does not start a text, where spaces may be added
+    tail = ours.encode(f"x{suffix}")[len(ours.encode("x")) :]
     assert ids[-len(tail) :] == tail
 
 
@@ -130,9 +130,9 @@ def test_it_is_saved_with_a_run_and_exported_as_the_same(made, tmp_path):
     ours.save(run)
     save_hf(out, ours, 64)
     for source in (run, vocabulary_file(run), out):
-        again = get_tokenizer(str(source))
-        assert again.fingerprint == ours.fingerprint
-        assert again.encode(TEXTS[1]) == ours.encode(TEXTS[1])
+        reloaded = get_tokenizer(str(source))
+        assert reloaded.fingerprint == ours.fingerprint
+        assert reloaded.encode(TEXTS[1]) == ours.encode(TEXTS[1])
     assert token_difference(token_ids_in(directory), ours) is None
 
 

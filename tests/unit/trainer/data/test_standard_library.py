@@ -48,11 +48,11 @@ def test_its_files_come_by_path_without_packages_and_what_the_build_decides(libr
 
 
 def test_its_digest_is_that_of_names_and_texts_and_of_no_place(library, tmp_path):
-    before = find_library(library)
+    library_in_place = find_library(library)
     moved = library.rename(tmp_path / "elsewhere")
-    assert find_library(moved).digest == before.digest
+    assert find_library(moved).digest == library_in_place.digest
     (moved / "json.py").rename(moved / "toml.py")
-    assert find_library(moved).digest != before.digest
+    assert find_library(moved).digest != library_in_place.digest
 
 
 def test_reading_goes_on_from_every_position(monkeypatch, library):

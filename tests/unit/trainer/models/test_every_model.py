@@ -165,16 +165,16 @@ def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
 def test_aligned_channels_start_with_one_larger_column_for_both_branches(spec):
     spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=True)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
-    before, after = (
+    plain_params, aligned_params = (
         build_functions(s).init(jax.random.key(0)) for s in (spec, aligned)
     )
-    names = ("c_fc", "c_gate") if "wpe" in before else ("up_proj", "gate_proj")
-    column = 50 * before["h"]["mlp"][names[0]]["kernel"][..., :3]
+    names = ("c_fc", "c_gate") if "wpe" in plain_params else ("up_proj", "gate_proj")
+    column = 50 * plain_params["h"]["mlp"][names[0]]["kernel"][..., :3]
     assert len(np.unique(column[..., 0, :])) == column[..., 0, :].size
     for name in names:
-        kernel = before["h"]["mlp"][name]["kernel"]
-        before["h"]["mlp"][name]["kernel"] = kernel.at[..., :3].set(column)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+        kernel = plain_params["h"]["mlp"][name]["kernel"]
+        plain_params["h"]["mlp"][name]["kernel"] = kernel.at[..., :3].set(column)
+    jax.tree.map(np.testing.assert_array_equal, aligned_params, plain_params)
 
 
 # of two sequences of 16 tokens, of a padded vocabulary

@@ -46,8 +46,8 @@ def test_past_the_context_the_later_half_is_read_again():
     ids = PROMPT + likeliest(generate, params, PROMPT, 20)
     # 16 positions hold 16 tokens and show the 17th; the 18th is sampled after the last
     # 8 of them.
-    for before, i in ((0, 16), (9, 17), (9, 18)):
-        assert likeliest(generate, params, ids[before:i]) == [ids[i]]
+    for start, i in ((0, 16), (9, 17), (9, 18)):
+        assert likeliest(generate, params, ids[start:i]) == [ids[i]]
 
 
 def test_every_token_has_a_key_of_its_own_also_past_the_context():

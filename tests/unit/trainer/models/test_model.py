@@ -72,10 +72,10 @@ def test_dropout_needs_a_key_and_follows_it():
     params, _, plain = compiled(spec)
     _, _, logits = compiled(dataclasses.replace(spec, dropout=0.5))
     tokens = TOKENS[:, :16]
-    one, again, two = (
+    one, repeated, two = (
         logits(params, tokens, dropout_keys_B=keys(i)) for i in (1, 1, 2)
     )
-    np.testing.assert_array_equal(one, again)
+    np.testing.assert_array_equal(one, repeated)
     assert (one != two).any()
     expected = plain(params, tokens)
     np.testing.assert_array_equal(logits(params, tokens), expected)

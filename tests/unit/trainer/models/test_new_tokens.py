@@ -56,8 +56,10 @@ def test_shared_tokens_keep_their_rows_and_the_others_are_made_as_named(method):
     weights = np.zeros((1, 10), np.float32)
     weights[0, [2, 4]] = 0.25, 0.75
     mixture = RowMixture(np.array([15]), weights) if method == "focus" else None
-    rows, again = (new_rows(method, old, fresh, SHARED, mixture, 0) for _ in range(2))
-    np.testing.assert_array_equal(rows, again)
+    rows, repeated = (
+        new_rows(method, old, fresh, SHARED, mixture, 0) for _ in range(2)
+    )
+    np.testing.assert_array_equal(rows, repeated)
     shared = fresh[:10] if method == "random" else old[20:30]
     np.testing.assert_array_equal(rows[:10], shared)
     others = rows[16:]

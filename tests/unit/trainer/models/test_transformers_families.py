@@ -70,8 +70,8 @@ def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
         assert written[key].dtype == tensor.dtype
         np.testing.assert_array_equal(written[key], tensor)
     other = SPECS["gpt2" if name != "gpt2" else "llama"](vocab_size=61)
-    again, _ = huggingface.load(tmp_path, other)  # what the files say counts
-    assert dataclasses.replace(again, init_std=spec.init_std) == spec
+    reloaded, _ = huggingface.load(tmp_path, other)  # what the files say counts
+    assert dataclasses.replace(reloaded, init_std=spec.init_std) == spec
     config = read_object(tmp_path / "config.json")
     assert config["eos_token_id"] == 7
     theirs = config_of(name, bos_token_id=7, eos_token_id=7)
