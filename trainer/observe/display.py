@@ -20,7 +20,7 @@ from trainer.errors import DISK_FULL, complain, discard, printable
 SPARKS = "▁▂▃▄▅▆▇█"
 PLAIN_SECONDS = 5.0  # from line to line where there is no terminal
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
-SPEED_STEPS = 64  # the speed is the mean over so many steps
+SPEED_STEPS = 64  # steps over which the mean speed is taken
 
 
 class Output(Console):

@@ -115,9 +115,9 @@ class Chart:
         shown = [line for line in self.lines if any(map(math.isfinite, line.ys))]
         if not shown or self.limit is None:
             return shown
-        xs = [x for line in shown for x in line.xs]
-        ends, across = (min(xs), max(xs)), (self.limit, self.limit)
-        return [*shown, Line("limit", ends, across, LIMIT_COLOR, axes=shown[0].axes)]
+        xs = (min(min(line.xs) for line in shown), max(max(line.xs) for line in shown))
+        ys = (self.limit, self.limit)
+        return [*shown, Line("limit", xs, ys, LIMIT_COLOR, axes=shown[0].axes)]
 
 
 class SweepPoint(NamedTuple):

@@ -228,7 +228,8 @@ def ranking_of(h: RunRecords, ranked: ValidatedText) -> str:
     """Return RANKED for a run that was last validated on this text, or why it is not
     ranked.
     """
-    text, losses = last_validated(h), h.line("val/loss").ys
+    text = last_validated(h)
+    losses = h.line("val/loss").ys
     has_diverged = bool(losses) and not math.isfinite(losses[-1])
     if text == ranked and not has_diverged:
         return RANKED
@@ -278,18 +279,20 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     if not columns:
         return []
     widths = [max(map(len, column)) for column in columns]
-    blocks, width = [[0]], widths[0]
+    blocks = [[0]]
+    width = widths[0]
     for i in range(1, len(columns)):
         if len(blocks[-1]) > 1 and width + 2 + widths[i] > TEXT_WIDTH:
             blocks.append([0])
             width = widths[0]
         blocks[-1].append(i)
         width += 2 + widths[i]
-    return [
-        "  ".join(row[i].ljust(widths[i]) for i in block).rstrip()
-        for block in blocks
-        for row in cut
-    ]
+    lines = []
+    for block in blocks:
+        for row in cut:
+            cells = [row[i].ljust(widths[i]) for i in block]
+            lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def best_run(
@@ -308,15 +311,15 @@ def best_run(
 
 def uneven_validations(entries: Sequence[Entry]) -> list[str]:
     """Return a line if the validations of the runs read different amounts of text."""
-    read = sorted(
-        tokens
-        for entry in entries
-        for tokens in list(entry.records.logged_validation_tokens.values())[-1:]
-    )
-    if not read or read[0] == read[-1]:
+    counts = []
+    for entry in entries:
+        tokens = entry.records.logged_validation_tokens
+        if tokens:
+            counts.append(list(tokens.values())[-1])
+    if len(set(counts)) < 2:
         return []
     return [
-        f"the runs validated on {read[0]:,} to {read[-1]:,} tokens, so small"
+        f"the runs validated on {min(counts):,} to {max(counts):,} tokens, so small"
         " differences of their losses mean nothing"
     ]
 

@@ -113,11 +113,12 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
     `x_range`: of all figures of the page, which zoom together.
     """
     low, high, _ = value_range(chart.shown, from_zero=chart.from_zero)
-    positive = [y for line in chart.shown for y in line.ys if y > 0]
+    ys = [y for line in chart.shown for y in line.ys]
     fig = empty_plot(low, high, x_range=x_range, x_axis_label=AXES[0])
     fig.xaxis.formatter = CustomJSTickFormatter(code=NUMBER)
-    is_positive = all(not y <= 0 for line in chart.shown for y in line.ys)
-    if is_positive and positive:
+    # NaN is neither positive nor <= 0: it leaves a gap on any axis.
+    positive = [y for y in ys if y > 0]
+    if positive and not any(y <= 0 for y in ys):
         fig.tags = [low, high, 0.95 * min(positive)]
     named = []
     for line in chart.shown:

@@ -147,7 +147,8 @@ def text_of(source: Mapping[str, Any]) -> str:
 
 def describe_mesh(mesh: jax.sharding.Mesh) -> str:
     """Return the devices, the processes and the mesh in words."""
-    devices, kind = mesh.size, mesh.devices.flat[0].device_kind
+    devices = mesh.size
+    kind = mesh.devices.flat[0].device_kind
     processes = len({device.process_index for device in mesh.devices.flat})
     line = f"{devices} x {kind} in {processes} process{'es' * (processes > 1)}"
     if devices == 1:

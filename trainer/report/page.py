@@ -78,7 +78,8 @@ def ending(h: RunRecords) -> str:
 
     A run that was killed leaves no event, so it may also be still running.
     """
-    last, steps = h.rows[-1]["step"], h.settings.get("train.steps")
+    last = h.rows[-1]["step"]
+    steps = h.settings.get("train.steps")
     events = [text for step, text in h.events if step >= last]
     if any(text.startswith("stopped: ") for text in events):
         how = "ended by the watchdog"
@@ -121,7 +122,8 @@ def subject(h: RunRecords) -> str:
 
 def arithmetic(h: RunRecords) -> str:
     """Return the precision and its meaning; empty where it is unknown."""
-    name, meaning = h.settings.get("precision.name"), h.facts.get("arithmetic")
+    name = h.settings.get("precision.name")
+    meaning = h.facts.get("arithmetic")
     if not name:
         return ""
     text = f"precision {name}: {meaning}" if meaning else f"precision {name}"

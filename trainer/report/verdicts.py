@@ -450,7 +450,8 @@ def _fp8_grade(h: RunRecords) -> tuple[str, str]:
     """Return the grade of the last measured saturation and underflow, and a line for
     each.
     """
-    grades, text = [GOOD], ""
+    grades = [GOOD]
+    text = ""
     numerics = h.numerics[-1][1] if h.numerics else {}
     for statistic, (fair, bad), verb in (
         ("saturated", SATURATION_LIMITS, "Saturated"),

@@ -28,7 +28,8 @@ from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
 PACKAGE = "tensorboardX"
-HEADER, CHECKSUM = struct.Struct("<QI"), 4
+HEADER = struct.Struct("<QI")
+CHECKSUM = 4  # bytes
 
 logger = logging.getLogger(__name__)
 

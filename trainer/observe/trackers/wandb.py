@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """A W&B run: online if somebody is logged in and the server answers, else offline.
+    """A W&B run: online after a login and if the server answers, else offline.
 
     An offline run is in `run_dir/wandb`. A thread talks to W&B, so its failures neither
     stop nor delay the training: one warning reports them, and metrics.jsonl has the
@@ -58,7 +58,7 @@ class WandbTracker(Tracker):
         # Error reporting is W&B's only network access when offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        # After so many seconds W&B falls back to offline.
+        # Seconds after which W&B falls back to offline.
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
         # W&B logs to debug.log in the run directory: on a full disk every record would
         # become a traceback on stderr.

@@ -101,6 +101,17 @@ def test_a_best_value_at_an_end_of_those_tried_is_told(sweep, compare):
     assert "the best optimizer.lr" not in compare(sweep)
 
 
+def test_settings_that_are_best_by_the_mean_over_seeds_are_named(tmp_path, compare):
+    losses = {("1", 0): 3.0, ("1", 1): 3.4, ("2", 0): 3.1, ("2", 1): 3.1}
+    for (lr, seed), loss in losses.items():
+        settings = {"seed": seed, "optimizer": {"lr": lr}, "train": {"steps": 2}}
+        overrides = f"optimizer.lr={lr} seed={seed}"
+        make_run(tmp_path / "sweep" / f"{lr}-{seed}", loss, overrides, **settings)
+    out = compare(tmp_path / "sweep")
+    assert "by the mean over seeds, optimizer.lr=2 is the best; the best single" in out
+    assert "the best optimizer.lr is the largest tried, 2; try larger" in out
+
+
 def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     """Its last start need not repeat an override or a group, and that it was continued
     is no difference."""
