@@ -1,7 +1,6 @@
 """Build the objects of a run from the parts of a checked configuration."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,13 @@ from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.custom import MakeModel, custom_spec
 from trainer.models.fp8_attention import check_fp8_attention
+from trainer.models.functional import Params
 from trainer.models.registry import family_of
 from trainer.observe.peaks import peak_flops
 from trainer.observe.throughput import Throughput
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import GradReduceConfig
-from trainer.parallel.mesh import MeshSizes, abstract_batch, batch_shards, make_mesh
+from trainer.parallel.mesh import abstract_batch, batch_shards, make_mesh
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
@@ -98,12 +98,8 @@ def build_task(
 
     `cached`: whether compiled programs are kept between runs.
     """
-    check_split(model, mesh)
-    device = mesh.devices.flat[0]
-    if device.platform == "gpu":
+    if mesh.devices.flat[0].platform == "gpu":
         check_deterministic(c.deterministic, model.policy)
-    is_described = device not in jax.devices()
-    check_attention_device(device, model.policy, is_described=is_described)
     task = TrainTask(
         model,
         c.optimizer,
@@ -113,14 +109,23 @@ def build_task(
         c.train.trainable or (),
         diloco,
     )
-    check_trainable(task)
+    check_task(task)
     check_fragments(task)
     return task
 
 
-def build_sizes(c: schema.Parallel) -> MeshSizes:
-    """Return the sizes of the mesh's axes, of which one may be -1."""
-    return MeshSizes(c.data, c.fsdp, c.tensor)
+def check_task(task: TrainTask) -> None:
+    """Refuse a model that does not fit the mesh or its devices, and unknown names in
+    `train.trainable`.
+    """
+    check_split(task.model, task.mesh)
+    device = task.mesh.devices.flat[0]
+    is_described = device not in jax.devices()
+    check_attention_device(device, task.model.policy, is_described=is_described)
+    try:
+        _ = task.trained_roles  # raises for a name that matches no parameter
+    except UserError as error:
+        raise UserError(f"train.trainable: {error}") from None
 
 
 def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
@@ -163,14 +168,6 @@ def check_split(model: Model, mesh: Mesh) -> None:
         )
 
 
-def check_trainable(task: TrainTask) -> None:
-    """Refuse names in `train.trainable` that the model does not have."""
-    try:
-        _ = task.trained_roles  # raises for a name that matches no parameter
-    except UserError as error:
-        raise UserError(f"train.trainable: {error}") from None
-
-
 def check_fragments(task: TrainTask) -> None:
     """Refuse more DiLoCo fragments than arrays: some would exchange nothing."""
     if task.diloco is None:
@@ -186,8 +183,8 @@ def check_fragments(task: TrainTask) -> None:
 
 def build_mesh(c: schema.Config) -> Mesh:
     """Build the mesh; refuse one over which a micro-batch cannot be split."""
-    mesh = make_mesh(*build_sizes(c.parallel), num_replicas=c.diloco.replicas)
-    shards = batch_shards(mesh, c.diloco.replicas or 1)
+    mesh = make_mesh(*c.parallel.sizes, num_replicas=c.diloco.replicas)
+    shards = shards_of_batch(c, mesh)
     check_micro_batch(
         c,
         shards,
@@ -197,10 +194,14 @@ def build_mesh(c: schema.Config) -> Mesh:
     return mesh
 
 
+def shards_of_batch(c: schema.Config, mesh: Mesh) -> int:
+    """Return the number of parts into which each micro-batch is split."""
+    return batch_shards(mesh, c.diloco.replicas or 1)
+
+
 def tokens_per_device(c: schema.Config, mesh: Mesh) -> int:
     """Return the tokens of a micro-batch on each device."""
-    shards = batch_shards(mesh, c.diloco.replicas or 1)
-    return c.train.batch_tokens // (c.train.grad_accum_steps * shards)
+    return c.train.batch_tokens // (c.train.grad_accum_steps * shards_of_batch(c, mesh))
 
 
 def build_workload(
@@ -218,8 +219,8 @@ def build_workload(
         check_device(mesh.devices.flat[0], c.precision.policy)
     if custom_model is None:  # before data is prepared
         check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
-    shards = batch_shards(mesh, c.diloco.replicas or 1)
-    data = build_data(c, custom_data, c.train.grad_accum_steps * shards)
+    batch_parts = c.train.grad_accum_steps * shards_of_batch(c, mesh)
+    data = build_data(c, custom_data, batch_parts)
     model = build_model(
         c.model,
         c.precision.policy,
@@ -243,22 +244,28 @@ def build_workload(
     return Workload(task, data, c.seed)
 
 
-def build_phases(c: schema.Config, w: Workload) -> Phases:
-    """Build the phases of a run, each with a task in its precision.
+def build_phases(
+    c: schema.Config,
+    custom_data: CustomData | None = None,
+    custom_model: MakeModel | None = None,
+) -> Phases:
+    """Build the phases of a run, each with a task in its precision; see
+    `build_workload`.
 
     Raises:
       UserError: a phase does not fit the model or the mesh.
     """
+    workload = build_workload(c, custom_data, custom_model)
     phases = []
     for start, until, config in phases_of(c):
-        policy = config.precision.policy
-        task = w.task if policy == w.model.policy else w.task.in_precision(policy)
-        task = task._replace(trainable=config.train.trainable or ())
-        check_trainable(task)
-        check_split(task.model, w.mesh)
-        check_attention_device(w.mesh.devices.flat[0], policy)
-        phases.append(TrainingPhase(start, until, task, config))
-    return Phases(tuple(phases), w.seed)
+        task = workload.task
+        policy, trainable = config.precision.policy, config.train.trainable or ()
+        if (policy, trainable) != (task.model.policy, task.trainable):
+            task = task.in_precision(policy)._replace(trainable=trainable)
+            check_task(task)
+        phase = TrainingPhase(start, until, workload._replace(task=task), config)
+        phases.append(phase)
+    return Phases(tuple(phases))
 
 
 def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
@@ -272,19 +279,27 @@ def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
     )
 
 
-def build_state(c: schema.Config, w: Workload) -> TrainState:
-    """Return the state before step 0, with the weights of `init_from` if given."""
+def build_state(
+    c: schema.Config, w: Workload, log: Callable[[str], None]
+) -> TrainState:
+    """Return the state before step 0, with the weights of `init_from` if given.
+
+    `log` gets a line about those weights.
+    """
     if c.init_from is None:
         return first_state(w.task, w.seed)
-    source, method = Path(c.init_from), c.init.embeddings
-    if method is None:
-        load = functools.partial(
-            initial_weights, source, w.model.spec, w.data.tokenizer
-        )
-    else:
-        load = functools.partial(
-            weights_for_tokenizer, source, w.model.spec, w.data, method, c.seed
-        )
+    source, method, spec = Path(c.init_from), c.init.embeddings, w.model.spec
+
+    def load(like: Params) -> Params:
+        if method is None:
+            params, line = initial_weights(source, spec, w.data.tokenizer, like)
+        else:
+            params, line = weights_for_tokenizer(
+                source, spec, w.data, method, c.seed, like
+            )
+        log(line)
+        return params
+
     return first_state(w.task, w.seed, load)
 
 

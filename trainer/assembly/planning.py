@@ -6,7 +6,6 @@ from pathlib import Path
 from trainer.assembly.build import (
     build_diloco,
     build_model,
-    build_sizes,
     build_task,
     check_fragments,
 )
@@ -58,7 +57,7 @@ def build_plan(
       on_first_plan: see `plan.plan_step`.
     """
     mesh = make_target_mesh(
-        hardware.target, hardware.gpus, hardware.hosts, *build_sizes(c.parallel)
+        hardware.target, hardware.gpus, hardware.hosts, *c.parallel.sizes
     )
     ids = vocab_size(c)
     if c.model.vocab_size is None and c.data.tokenizer == ByteTokenizer.name:

@@ -1,6 +1,6 @@
 """The startup log: lines that a run prints before its first step, and its origin."""
 
-from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,11 +20,9 @@ from trainer.report.messages import (
 )
 from trainer.report.run_records import FORKED, SCHEDULE_CHANGED, WEIGHTS
 from trainer.run.checkpoint import Restored
-from trainer.run.initial_weights import describe_init
 from trainer.run.libraries import numeric_settings
 from trainer.run.metadata import saved_config
 from trainer.run.phases import Phases, TrainingPhase
-from trainer.run.vocabulary import describe_embeddings
 from trainer.version import __version__
 from trainer.workload import Workload
 
@@ -60,36 +58,28 @@ def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
 
 def describe_phase(phases: Phases, phase: TrainingPhase) -> list[str]:
     """Return a line about a phase, if the run has several."""
-    if len(phases.items) == 1:
+    if len(phases.all) == 1:
         return []
     task, config = phase.task, phase.config
-    number = phases.items.index(phase) + 1
+    number = phases.all.index(phase) + 1
     parameters = param_count(task.model.spec, task.select_trained)
     trained = f"{', '.join(task.trainable) or 'all'} ({parameters:,} parameters)"
     precision = config.precision
     rounding = rounding_of(precision.weights, precision.weights_rounding)
     return [
-        f"phase {number} of {len(phases.items)}, steps {phase.start + 1:,} to"
+        f"phase {number} of {len(phases.all)}, steps {phase.start + 1:,} to"
         f" {phase.until:,}: {trained}, {precision.name}{rounding},"
         f" {config.schedule.name} from {config.optimizer.lr:g}"
     ]
 
 
-def describe_start(c: schema.Config, w: Workload, checkpoint: Restored) -> list[str]:
-    """Return a line about the weights or the checkpoint that a run starts from."""
-    if checkpoint.step:
-        if checkpoint.is_fork:
-            return [f"forked from {checkpoint.origin}: a run of its own from here on"]
-        if checkpoint.step >= c.train.steps:
-            return []
-        return [f"resuming after step {checkpoint.step:,}"]
-    if c.init_from is None:
+def describe_start(c: schema.Config, checkpoint: Restored) -> list[str]:
+    """Return a line about the checkpoint that a run starts from."""
+    if checkpoint.is_fork:
+        return [f"forked from {checkpoint.origin}: a run of its own from here on"]
+    if not 0 < checkpoint.step < c.train.steps:
         return []
-    source, tokenizer = Path(c.init_from), w.data.tokenizer
-    if c.init.embeddings is not None:
-        return [describe_embeddings(source, tokenizer, c.init.embeddings)]
-    params = checkpoint.state.params
-    return [describe_init(source, tokenizer, w.model.spec, params)]
+    return [f"resuming after step {checkpoint.step:,}"]
 
 
 def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
@@ -99,22 +89,57 @@ def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
         facts[FORKED] = checkpoint.origin
     elif c.init_from is not None:
         facts[WEIGHTS] = c.init_from
-    if changes := schedule_history(c, checkpoint):
+    if changes := checkpoint.meta.get("schedule_changes"):
         facts[SCHEDULE_CHANGED] = "; ".join(changes)
     return facts
 
 
-def schedule_history(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return a description of each change of the schedule since the run began."""
-    changes = list(checkpoint.meta.get("schedule_changes") or ())
+class ScheduleChange(NamedTuple):
+    """The learning rates of a resumed run, beside those that were saved.
+
+    Attributes:
+      step: steps taken.
+      keys: the keys that changed, in words.
+      old_rates: the saved learning rate of every step.
+      new_rates: that of every step of the run from here on.
+    """
+
+    step: int
+    keys: str
+    old_rates: np.ndarray
+    new_rates: np.ndarray
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the schedule now has other rates for the steps taken."""
+        rates = self.old_rates[: self.step], self.new_rates[: self.step]
+        return not np.array_equal(*rates)
+
+    def __str__(self) -> str:
+        return f"after step {self.step:,} ({self.keys})"
+
+
+def with_schedule_change(
+    c: schema.Config, checkpoint: Restored
+) -> tuple[Restored, ScheduleChange | None]:
+    """Return a checkpoint whose meta has all changes of the schedule since the run
+    began, and the newest change; None: the run starts here.
+    """
     step = checkpoint.step
-    if not step or checkpoint.is_fork:
-        return changes
+    if not step:
+        return checkpoint, None
     saved = saved_config(checkpoint.meta)
-    saved_rates, rates = (build_learning_rates(x)[:step] for x in (saved, c))
-    if not np.array_equal(saved_rates, rates):
-        changes.append(f"after step {step:,} ({changed_schedule_keys(saved, c)})")
-    return changes
+    change = ScheduleChange(
+        step,
+        changed_schedule_keys(saved, c),
+        build_learning_rates(saved),
+        build_learning_rates(c),
+    )
+    changes = list(checkpoint.meta.get("schedule_changes") or ())
+    if change.is_past and not checkpoint.is_fork:
+        changes.append(str(change))
+    meta = checkpoint.meta | {"schedule_changes": changes}
+    return checkpoint._replace(meta=meta), change
 
 
 def changed_schedule_keys(saved: schema.Config, c: schema.Config) -> str:
@@ -127,17 +152,15 @@ def changed_schedule_keys(saved: schema.Config, c: schema.Config) -> str:
     )
 
 
-def describe_change(c: schema.Config, checkpoint: Restored) -> list[str]:
+def describe_change(
+    c: schema.Config, checkpoint: Restored, change: ScheduleChange | None
+) -> list[str]:
     """Return lines about changes of batch size and schedule in a resumed run."""
-    if not checkpoint.step:
+    if change is None:
         return []
-    saved = saved_config(checkpoint.meta)
-    lines = describe_batch_change(saved, c, checkpoint.step)
+    lines = describe_batch_change(saved_config(checkpoint.meta), c, checkpoint.step)
     return lines + describe_schedule_change(
-        checkpoint.step,
-        build_learning_rates(saved),
-        build_learning_rates(c),
-        changed_schedule_keys(saved, c),
+        change.step, change.old_rates, change.new_rates, change.keys
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from trainer.assembly.build import (
     build_throughput,
     build_totals,
     build_watchdog,
-    build_workload,
     check_fp8,
     train_batches,
 )
@@ -33,7 +32,7 @@ from trainer.assembly.startup_log import (
     describe_run,
     describe_start,
     recorded_origin,
-    schedule_history,
+    with_schedule_change,
 )
 from trainer.config import schema
 from trainer.config.fields import to_tree
@@ -46,6 +45,7 @@ from trainer.observe.trackers.choose import check_kind, make_tracker
 from trainer.observe.trackers.protocol import Tracker
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import AsyncMax, raise_together, start_processes
+from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.messages import (
     describe_communication,
     describe_idle,
@@ -65,28 +65,19 @@ from trainer.run.libraries import (
     prepare_jax,
     use_compilation_cache,
 )
-from trainer.run.loop import train
-from trainer.run.phases import Phases, enter_phase, saved_task
+from trainer.run.loop import meta_of, train
+from trainer.run.phases import Phases, TrainingPhase, enter
 from trainer.run.rundir import RunDir, RunDirLost
 from trainer.run.session import Recovery, Session, StepPlan, TrainData, TrainLoop
 from trainer.run.shutdown import Timeouts, leave_within
-from trainer.run.start import check_start, restore_replicas, starting_point
+from trainer.run.start import check_start, restore_state, starting_point
 from trainer.run.totals import continued_totals
-from trainer.step.state import TrainState, from_checkpoint_form, to_checkpoint_form
+from trainer.step.state import TrainState, to_checkpoint_form
 from trainer.step.state_tree import leaf_names
 from trainer.step.step import StepFn, Tokens
-from trainer.workload import TrainTask, Workload, abstract_state, compile_step
+from trainer.workload import TrainTask, Workload, compile_step
 
 COMPILING = "compiling the training step"
-
-
-class Experiment(NamedTuple):
-    """The configuration, the workload and its phases, and the program's parts."""
-
-    config: schema.Config
-    workload: Workload
-    phases: Phases
-    hooks: Hooks
 
 
 def run(
@@ -109,21 +100,23 @@ def run(
     """
     console = set_up_process(config)
     if config.dry_run:
-        describe_only(build_experiment(config, hooks), console)
+        describe_only(build_phases(config, hooks.data, hooks.make_model), console)
         return 0, None
     with RunDir(Path(config.run_dir)) as directory, explain_full_disk(directory.path):
         directory.check(to_tree(config), fixed=fixed)
         resume = config.resume
         check_start(directory.path, resume.source, resume.step, config.init_from)
-        experiment = build_experiment(config, hooks)
-        check_same_inputs(config, experiment.workload.data)
+        phases = build_phases(config, hooks.data, hooks.make_model)
+        check_same_inputs(config, phases.first.workload.data)
         with Display(config.train.steps, console=console) as display:
-            session, checkpoint = open_session(
-                experiment, directory, display, overrides
+            session, checkpoint, events = open_session(
+                config, phases, hooks, directory, display, overrides
             )
-            with closing(session) as ending:
+            with finish_session(session) as ending:
+                for event in events:
+                    session.tracker.event(event_step(checkpoint), event)
                 while True:  # one iteration for each training phase
-                    loop = build_loop(experiment, session, checkpoint)
+                    loop = build_loop(config, phases, hooks, session, checkpoint)
                     ending.exit_code = train(loop)
                     if ending.exit_code or loop.step >= config.train.steps:
                         break
@@ -150,22 +143,16 @@ def set_up_process(config: schema.Config) -> Output:
     return console
 
 
-def build_experiment(config: schema.Config, hooks: Hooks) -> Experiment:
-    """Prepare the data, and build the model, the optimizer and the mesh."""
-    workload = build_workload(config, hooks.data, hooks.make_model)
-    return Experiment(config, workload, build_phases(config, workload), hooks)
-
-
-def describe_only(experiment: Experiment, console: Output) -> None:
+def describe_only(phases: Phases, console: Output) -> None:
     """Compile the step of every phase, and print what would be trained."""
-    for phase in experiment.phases.items:
-        workload = experiment.workload._replace(task=phase.task)
+    for phase in phases.all:
+        batch = build_batch(phase.config, phase.task.mesh)
         with log_duration(COMPILING, console.print):
-            step = compile_step(phase.task, build_batch(phase.config, workload.mesh))
+            step = compile_step(phase.task, batch)
         fp8 = check_fp8(phase.config, phase.task, step)
-        for line in describe_phase(experiment.phases, phase):
+        for line in describe_phase(phases, phase):
             console.print(line)
-        for line in describe_run(phase.config, workload, step):
+        for line in describe_run(phase.config, phase.workload, step):
             console.print(line)
         for line in fp8.lines if fp8 else []:
             console.print(line)
@@ -199,27 +186,33 @@ def leave_after_error(seconds: float) -> Iterator[None]:
 
 
 def open_session(
-    experiment: Experiment,
+    config: schema.Config,
+    phases: Phases,
+    hooks: Hooks,
     directory: RunDir,
     display: Display,
     overrides: Sequence[str],
-) -> tuple[Session, Restored]:
-    """Find the state to start from, record the configuration, and start the tracker."""
-    config, workload, phases, hooks = experiment
-    watchdog = config.watchdog
+) -> tuple[Session, Restored, list[str]]:
+    """Find the state to start from, record the configuration, and start the tracker.
+
+    Returns:
+      The session, the state to start from, and the events of the start.
+    """
+    workload, watchdog = phases.first.workload, config.watchdog
+    weights_lines: list[str] = []
     with leave_after_error(watchdog.stop_seconds):
         checkpointer = Checkpointer(
             directory.path / "checkpoints",
             keep=config.checkpoint.keep,
             keep_best=config.checkpoint.keep_best,
         )
-
-        def first_state() -> TrainState:
-            return build_state(config, workload._replace(task=phases.items[0].task))
-
         with log_duration("making or restoring the state", display.message):
             checkpoint = starting_point(
-                config.resume, directory.path, checkpointer, phases, first_state
+                config.resume,
+                directory.path,
+                checkpointer,
+                phases,
+                functools.partial(build_state, config, workload, weights_lines.append),
             )
     check_same_run(checkpoint, config.train.steps, workload.data.manifest)
     if checkpoint.step and not checkpoint.is_fork:
@@ -227,6 +220,7 @@ def open_session(
         is_over = checkpoint.step >= config.train.steps
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_no_effect_after_end(checkpoint.step, to_tree(config))
+    checkpoint, change = with_schedule_change(config, checkpoint)
     with raise_together(), explain_full_disk(directory.path):
         directory.write_config(to_tree(config))
         final = tokens_read(workload.data.val, config.train.final_eval_batches)
@@ -245,13 +239,24 @@ def open_session(
                 workload.data.tokenizer,
             )
     phase = phases.phase_after(checkpoint)
+    other_machine = [
+        *describe_other_devices(config, workload.mesh, checkpoint),
+        *describe_other_settings(config, checkpoint),
+    ]
     for line in [
-        *describe_run(phase.config, workload._replace(task=phase.task)),
+        *describe_run(phase.config, phase.workload),
         *describe_idle(phase.task.model.policy, overrides),
-        *describe_start(config, workload, checkpoint),
-        *describe_change(config, checkpoint),
+        *describe_start(config, checkpoint),
+        *weights_lines,
+        *describe_change(config, checkpoint, change),
+        *other_machine,
     ]:
         display.message(line)
+    events = [f"forked from {checkpoint.origin}"] if checkpoint.is_fork else []
+    events += other_machine
+    is_over = checkpoint.step >= config.train.steps
+    if change is not None and change.is_past and not (checkpoint.is_fork or is_over):
+        events.append(f"the learning-rate schedule changed {change}")
     session = Session(
         run_dir=directory.path,
         verify_run_dir=directory.verify_ownership,
@@ -268,7 +273,7 @@ def open_session(
         owns_process=hooks.owns_process,
         remote_signal=hooks.remote_signal,
     )
-    return session, checkpoint
+    return session, checkpoint, events
 
 
 def start_tracker(
@@ -300,7 +305,7 @@ class Ending:
 
 
 @contextlib.contextmanager
-def closing(session: Session) -> Iterator[Ending]:
+def finish_session(session: Session) -> Iterator[Ending]:
     """Finish the tracker with the exit code, write the report, close the checkpoints.
 
     Each is done even if the one before it fails. A run that lost its directory writes
@@ -356,103 +361,78 @@ def report_on(run_dir: Path, display: Display, ending: Ending) -> None:
 
 def end_of_phase(loop: TrainLoop) -> Restored:
     """Return the state at the end of a phase, as a checkpoint would have it."""
-    recovery = loop.recovery
-    meta = recovery.meta | {
-        "watchdog": recovery.watchdog.state(),
-        "totals": dataclasses.asdict(loop.totals(loop.step)),
-    }
-    return Restored(loop.step, to_checkpoint_form(loop.state), meta)
+    return Restored(loop.step, to_checkpoint_form(loop.state), meta_of(loop))
+
+
+def event_step(checkpoint: Restored) -> int:
+    """Return the step of events that a start from a checkpoint logs.
+
+    It is the next one: a restart from the checkpoint drops rows of later steps, so that
+    each event is logged once.
+    """
+    return checkpoint.step + 1
 
 
 def build_loop(
-    experiment: Experiment, session: Session, checkpoint: Restored
+    run_config: schema.Config,
+    phases: Phases,
+    hooks: Hooks,
+    session: Session,
+    checkpoint: Restored,
 ) -> TrainLoop:
     """Compile the step of the phase that continues a checkpoint, and build its loop."""
-    whole_config, workload, phases, hooks = experiment
     phase = phases.phase_after(checkpoint)
-    config, task, mesh = phase.config, phase.task, workload.mesh
-    workload = workload._replace(task=task)
-    if phase is not phases.items[0]:
-        add_facts(session.run_dir, facts_of(workload))
-    display, tracker = session.display, session.tracker
-    for line in describe_phase(phases, phase):
-        display.message(line)
-    # A restart from this checkpoint drops later rows: each event is logged once.
-    event_step = checkpoint.step + 1
-    if checkpoint.is_fork:
-        tracker.event(event_step, f"forked from {checkpoint.origin}")
-    for line in [
-        *describe_other_devices(config, mesh, checkpoint),
-        *describe_other_settings(config, checkpoint),
-    ]:
-        display.message(line)
-        tracker.event(event_step, line)
-    changes = schedule_history(whole_config, checkpoint)
-    if checkpoint.step < whole_config.train.steps:
-        for change in changes[len(checkpoint.meta.get("schedule_changes") or ()) :]:
-            tracker.event(event_step, f"the learning-rate schedule changed {change}")
-    task_of_checkpoint = saved_task(checkpoint.meta, task) if checkpoint.step else task
-    state = from_checkpoint_form(
-        enter_phase(task, checkpoint.state, task_of_checkpoint, workload.seed)
-    )
-    batch = build_batch(config, mesh)
-    with log_duration(COMPILING, display.message):
-        step = compile_step(task, batch, state)
-    for line in describe_communication(task, step, config.diloco.bandwidth_gbps):
-        display.message(line)
-    fp8 = check_fp8(config, task, step)
-    if fp8:
-        for line in fp8.lines:
-            display.message(line)
-            tracker.event(event_step, line)
-        tracker.summary({"fp8_flop_share": fp8.share})
-    watchdog = build_watchdog(
-        config.watchdog,
-        config.precision.scaling,
-        leaf_names(task.select_trained(state.params), is_scaled_array),
-        checkpoint.meta.get("watchdog"),
-    )
+    phase_config, workload, task = phase.config, phase.workload, phase.task
+    start_phase(phases, phase, session)
+    state = enter(checkpoint, task, workload.seed)
+    batch = build_batch(phase_config, task.mesh)
+    step = compile_and_check(phase, batch, state, session, checkpoint)
     totals = continued_totals(
-        checkpoint.meta, checkpoint.step, build_totals(config, workload)
+        checkpoint.meta, checkpoint.step, build_totals(phase_config, workload)
     )
-    profile = config.profile.steps
+    profile = run_config.profile.steps
     return TrainLoop(
         session=session,
         plan=StepPlan(
-            steps=config.train.steps,
+            steps=run_config.train.steps,
             phase_end=phase.until,
-            learning_rates=build_learning_rates(whole_config),
-            seed=np.uint32(config.seed),
-            log_every=config.train.log_every,
+            learning_rates=build_learning_rates(run_config),
+            seed=np.uint32(workload.seed),
+            log_every=run_config.train.log_every,
             profile=(profile[0], profile[1]) if profile else None,
         ),
         data=TrainData(
-            batches=train_batches(config, workload, phase.until),
+            batches=train_batches(phase_config, workload, phase.until),
             place=functools.partial(
-                place_batch, accum=config.train.grad_accum_steps, mesh=mesh
+                place_batch, accum=phase_config.train.grad_accum_steps, mesh=task.mesh
             ),
         ),
         callbacks=build_callbacks(
-            config,
+            phase_config,
             workload,
             batch,
-            display.message,
+            session.display.message,
             hooks.callbacks,
             totals=totals,
-            tracked=config.tracker.kind != "none" or hooks.tracker is not None,
+            tracked=run_config.tracker.kind != "none" or hooks.tracker is not None,
         ),
         recovery=Recovery(
-            watchdog=watchdog,
+            watchdog=build_watchdog(
+                phase_config.watchdog,
+                phase_config.precision.scaling,
+                leaf_names(task.select_trained(state.params), is_scaled_array),
+                checkpoint.meta.get("watchdog"),
+            ),
             restore=make_restore(task, batch, session.checkpointer, workload.seed),
             diagnose=make_diagnose(task),
-            meta=checkpoint_meta(whole_config, workload)
+            meta=phase_meta(run_config, workload)
             | {
-                "tracker_id": tracker.id,
+                "tracker_id": session.tracker.id,
                 "forked": checkpoint.meta.get("forked"),
-                "schedule_changes": changes,
+                "schedule_changes": checkpoint.meta.get("schedule_changes") or [],
             },
         ),
-        throughput=build_throughput(config, workload),
+        throughput=build_throughput(phase_config, workload),
         totals=totals,
         state=state,
         train_step=step,
@@ -462,7 +442,37 @@ def build_loop(
     )
 
 
-def checkpoint_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
+def start_phase(phases: Phases, phase: TrainingPhase, session: Session) -> None:
+    """Record a phase in environment.txt, and print a line about it."""
+    if phase is not phases.first:
+        add_facts(session.run_dir, facts_of(phase.workload))
+    for line in describe_phase(phases, phase):
+        session.display.message(line)
+
+
+def compile_and_check(
+    phase: TrainingPhase,
+    batch: Tokens,
+    state: TrainState,
+    session: Session,
+    checkpoint: Restored,
+) -> jax.stages.Compiled | DiLoCoStep:
+    """Return the compiled step of a phase; log its communication and FP8 matmuls."""
+    config, task, display = phase.config, phase.task, session.display
+    with log_duration(COMPILING, display.message):
+        step = compile_step(task, batch, state)
+    for line in describe_communication(task, step, config.diloco.bandwidth_gbps):
+        display.message(line)
+    fp8 = check_fp8(config, task, step)
+    if fp8 is not None:
+        for line in fp8.lines:
+            display.message(line)
+            session.tracker.event(event_step(checkpoint), line)
+        session.tracker.summary({"fp8_flop_share": fp8.share})
+    return step
+
+
+def phase_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
     """Return the description of a phase for its checkpoints, as JSON values."""
     model, tokenizer = workload.model, workload.data.tokenizer
     return {
@@ -491,17 +501,8 @@ def make_restore(
         structure: Any = jax.tree.structure(state)
         # Two states would need twice the memory.
         jax.tree.map(lambda x: x.delete(), state)
-        if task.diloco is not None:
-            checkpoint = restore_replicas(checkpointer, task, candidates=candidates)
-        else:
-            checkpoint = checkpointer.restore(
-                lambda meta: abstract_state(saved_task(meta, task)),
-                candidates=candidates,
-            )
-        task_of_checkpoint = saved_task(checkpoint.meta, task)
-        restored = from_checkpoint_form(
-            enter_phase(task, checkpoint.state, task_of_checkpoint, seed)
-        )
+        checkpoint = restore_state(checkpointer, task, candidates=candidates)
+        restored = enter(checkpoint, task, seed)
         # A weight's scale is static: part of the tree's structure, and a constant of
         # the compiled step.
         if jax.tree.structure(restored) == structure:

@@ -20,7 +20,7 @@ from trainer.cli.arguments import argument, check_at_least
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_text
-from trainer.text import show
+from trainer.text import note, show
 
 if TYPE_CHECKING:
     import jax
@@ -102,7 +102,7 @@ def load(
         prepare_jax()
         config = compose_config(overrides)
         workload = build_workload(config)
-        state = build_state(config, workload)
+        state = build_state(config, workload, note)
     batch = place_batch(
         workload.data.train.batch(arguments.batch),
         accum=config.train.grad_accum_steps,

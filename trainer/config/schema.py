@@ -156,6 +156,11 @@ class Parallel:
     deterministic_reduce: bool
     distributed: bool
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes of the mesh's axes, of which one may be -1."""
+        return self.data, self.fsdp, self.tensor
+
 
 @dataclass(frozen=True)
 class DiLoCo:

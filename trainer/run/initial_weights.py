@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalify_core import tree, weights
+from scalify_core import weights
 from trainer.data.hf_tokenizer import (
     encoding_difference,
     token_difference,
@@ -23,15 +23,14 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
-from trainer.files import ORIGIN, directory_of, read_object
+from trainer.files import ORIGIN, directory_of
 from trainer.models import huggingface
 from trainer.models.family import Spec
 from trainer.models.model_functions import Params
-from trainer.models.registry import SPECS, family_of
+from trainer.models.registry import family_of
 from trainer.models.weight_files import (
     CONFIG,
     carry_tokenizer,
-    config_beside,
     tokenizer_files,
 )
 from trainer.parallel.processes import check_same_content
@@ -69,8 +68,8 @@ def restore_weights(
 
 def initial_weights(
     source: Path, spec: Spec, tokenizer: Tokenizer, like: Params
-) -> Params:
-    """Load weights, placed and typed as `like`.
+) -> tuple[Params, str]:
+    """Load weights, placed and typed as `like`, and describe them in a line.
 
     Args:
       source: a run, a Hugging Face directory or a safetensors file.
@@ -81,8 +80,8 @@ def initial_weights(
     Raises:
       UserError: another architecture, another tokenizer, or a weight is not finite.
     """
-    params = saved_weights(source, spec, like, tokenizer)
-    return jax.tree.map(place_cropped, params, like)
+    params, line = saved_weights(source, spec, like, tokenizer)
+    return jax.tree.map(place_cropped, params, like), line
 
 
 def saved_weights(
@@ -90,40 +89,88 @@ def saved_weights(
     spec: Spec,
     like: Params,
     tokenizer: Tokenizer | None,
-) -> Params:
-    """Return weights as they were saved, in FP32; those of a run are placed as `like`.
+) -> tuple[Params, str]:
+    """Return weights as they were saved, in FP32, and a line that describes them.
 
-    Arguments and errors are those of `initial_weights`. With `tokenizer` None the
-    weights may have any tokenizer; their embeddings keep their own rows.
+    Those of a run are placed as `like`. Arguments and errors are those of
+    `initial_weights`. With `tokenizer` None the weights may have any tokenizer; their
+    embeddings keep their own rows.
     """
-    key = f"init_from={source}"
-
-    def check(saved: Mapping[str, Any], mismatch: TokenizerMismatch | None) -> None:
-        comparable = with_context_of(spec, key, saved)
-        if tokenizer is None:
-            # The caller makes new rows, so the sizes of the vocabularies may differ.
-            comparable["vocab_size"] = spec.architecture()["vocab_size"]
-        check_same_model(key, comparable, spec, FROM_INIT, mismatch)
-
-    mismatch: TokenizerMismatch | None = None
     if (source / "checkpoints").is_dir():
-        with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            meta = checkpointer.manifest().meta
-            sizes = {"context": meta["model"]["context"]}
-            if tokenizer is None:
-                sizes["vocab_size"] = meta["model"]["vocab_size"]
-            else:
-                mismatch = run_tokenizer_mismatch(source, meta, tokenizer)
-            check(meta["model"], mismatch)
-            return restore_weights(checkpointer, with_row_counts(spec, like, sizes))
+        return weights_of_run(source, spec, like, tokenizer)
+    return weights_of_huggingface(source, spec, tokenizer)
+
+
+def weights_of_run(
+    source: Path, spec: Spec, like: Params, tokenizer: Tokenizer | None
+) -> tuple[Params, str]:
+    """Return the weights of a run's newest checkpoint; see `saved_weights`."""
+    with Checkpointer.reading(source / "checkpoints") as checkpointer:
+        step, meta, _ = checkpointer.manifest()
+        saved = meta["model"]
+        sizes, match = {"context": saved["context"]}, None
+        if tokenizer is None:
+            sizes["vocab_size"] = saved["vocab_size"]
+        else:
+            match = compare_run_tokenizer(source, meta, tokenizer)
+        check_weights_fit(f"init_from={source}", saved, spec, match)
+        like = with_row_counts(spec, like, sizes)
+        params = restore_weights(checkpointer, like, step)
+    origin = f"{source} after its step {step:,}"
+    return params, describe_weights(origin, params, match, saved["context"], spec)
+
+
+def weights_of_huggingface(
+    source: Path, spec: Spec, tokenizer: Tokenizer | None
+) -> tuple[Params, str]:
+    """Return the weights of a directory or a file; see `saved_weights`."""
+    key, match = f"init_from={source}", None
     saved_spec, params = huggingface.load(source, spec)
     if tokenizer is not None:
-        mismatch = hf_tokenizer_mismatch(source, saved_spec, tokenizer)
-    check(architecture(saved_spec), mismatch)
+        match = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
+    check_weights_fit(key, architecture(saved_spec), spec, match)
+    family = family_of(spec)
     if spec.scan_layers:
-        params = family_of(spec).stack_layers(params)
+        params = family.stack_layers(params)
     check_weights_finite(key, params)
-    return params
+    origin = f"{source} (Hugging Face, {family.name})"
+    return params, describe_weights(origin, params, match, saved_spec.context, spec)
+
+
+def check_weights_fit(
+    key: str,
+    saved: Mapping[str, Any],
+    spec: Spec,
+    match: TokenizerMismatch | str | None,
+) -> None:
+    """Refuse weights of another architecture, or for another tokenizer.
+
+    Args:
+      key: the weights, as the user named them.
+      saved: their `architecture`.
+      spec: the model that loads them.
+      match: the comparison of their tokenizer with the data's; None: there was none.
+    """
+    comparable = with_context_of(spec, key, saved)
+    if match is None:
+        # The caller makes new rows, so the sizes of the vocabularies may differ.
+        comparable["vocab_size"] = spec.architecture()["vocab_size"]
+    mismatch = match if isinstance(match, TokenizerMismatch) else None
+    check_same_model(key, comparable, spec, FROM_INIT, mismatch)
+
+
+def describe_weights(
+    origin: str,
+    params: Params,
+    match: TokenizerMismatch | str | None,
+    saved_context: int,
+    spec: Spec,
+) -> str:
+    """Return a line about weights; `match`: see `check_weights_fit`."""
+    # Not the parameter count: the line about the model has it, without padding rows.
+    size = f"{len(jax.tree.leaves(params)):,} tensors"
+    context = context_difference(saved_context, spec)
+    return f"weights from {origin}: {size}; {match}{context}"
 
 
 def with_context_of(spec: Spec, key: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,12 +269,14 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def run_tokenizer_mismatch(
+def compare_run_tokenizer(
     run_dir: Path, meta: Mapping[str, Any], tokenizer: Tokenizer
-) -> TokenizerMismatch | None:
-    """Return how a run's tokenizer differs from the data's; None: it does not."""
+) -> TokenizerMismatch | str:
+    """Return how a run's tokenizer differs from the data's, or a clause that it does
+    not.
+    """
     if meta["tokenizer_fingerprint"] == tokenizer.fingerprint:
-        return None
+        return f"its tokenizer, {tokenizer.name}, is that of the data"
     file = (
         "byte" if meta["tokenizer"] == ByteTokenizer.name else vocabulary_file(run_dir)
     )
@@ -277,88 +326,45 @@ def has_tokenizer(directory: Path, tokenizer: Tokenizer) -> bool:
     return saved is not None and saved.fingerprint == tokenizer.fingerprint
 
 
-def hf_tokenizer_mismatch(
+def compare_huggingface_tokenizer(
     source: Path, spec: Spec, tokenizer: Tokenizer
-) -> TokenizerMismatch | None:
-    """Return how the tokenizer of weights differs from the data's; None: no difference
-    is seen.
+) -> TokenizerMismatch | str:
+    """Return how the tokenizer of weights differs from the data's, or a clause about
+    what was compared without a difference.
 
     Without a tokenizer beside the weights the sizes of the vocabularies decide: at most
     1% of the rows may have no id.
     """
     directory = directory_of(source)
     ids = token_ids_in(directory)
-    if ids is not None:
-        difference = token_difference(ids, tokenizer)
-        if difference is None:
-            # A vocabulary does not say how a text is split or normalized.
-            saved = tokenizer_in(directory)
-            if saved is not None:
-                difference = encoding_difference(saved, tokenizer)
-        if difference is None:
-            return None
+    if ids is None:
+        if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
+            return (
+                "there is no tokenizer beside them, so it is not checked whether their"
+                f" ids are those of data.tokenizer={tokenizer.name}"
+            )
         return TokenizerMismatch(
-            f"has another tokenizer ({difference})",
-            f"set {override('data.tokenizer', f'{directory}/')}, the data's is"
-            f" {tokenizer.name} of {tokenizer.vocab_size:,} ids{NEW_ROWS}",
+            f"has {spec.vocab_size:,} ids (the data {tokenizer.vocab_size:,}): another"
+            " tokenizer",
+            f"set data.tokenizer to theirs, the data's is {tokenizer.name}",
         )
-    if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
-        return None
+    difference = token_difference(ids, tokenizer)
+    if difference is None:
+        saved = tokenizer_in(directory)
+        if saved is None:
+            return (
+                f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
+                " their tokenizer cannot be read, so it is not checked whether it"
+                " splits texts alike"
+            )
+        # A vocabulary does not say how a text is split or normalized.
+        difference = encoding_difference(saved, tokenizer)
+    if difference is None:
+        return f"the tokenizer beside them is that of the data, {tokenizer.name}"
     return TokenizerMismatch(
-        f"has {spec.vocab_size:,} ids (the data {tokenizer.vocab_size:,}): another"
-        " tokenizer",
-        f"set data.tokenizer to theirs, the data's is {tokenizer.name}",
-    )
-
-
-def describe_init(
-    source: Path, tokenizer: Tokenizer, spec: Spec, params: Params
-) -> str:
-    """Return a line about the weights that a run starts from.
-
-    Args:
-      source: a run, a Hugging Face directory or a safetensors file.
-      tokenizer: the data's, which was accepted.
-      spec: the model.
-      params: the weights, ScaledArrays among them.
-    """
-    # Not the parameter count: the line about the model has it, without padding rows.
-    size = f"{len(tree.leaves(params)):,} tensors"
-    if (source / "checkpoints").is_dir():
-        with Checkpointer.reading(source / "checkpoints") as checkpointer:
-            step, meta, _ = checkpointer.manifest()
-            saved = meta["model"]
-        return (
-            f"weights from {source} after its step {step:,}: {size}; its tokenizer,"
-            f" {tokenizer.name}, is that of the data"
-            f"{context_difference(saved['context'], spec)}"
-        )
-    family = huggingface.family_at(source)
-    name = (family or family_of(spec)).name
-    context = ""
-    if family is not None:
-        config = read_object(config_beside(source))
-        saved_context = SPECS[name].keys_of_huggingface(config)["context"]
-        context = context_difference(saved_context, spec)
-    directory = directory_of(source)
-    if token_ids_in(directory) is None:
-        tokenizer_text = (
-            "there is no tokenizer beside them, so nobody checked whether their ids are"
-            f" those of data.tokenizer={tokenizer.name}"
-        )
-    elif tokenizer_in(directory) is None:
-        tokenizer_text = (
-            f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
-            " their tokenizer cannot be read, so nobody checked whether it splits texts"
-            " alike"
-        )
-    else:
-        tokenizer_text = (
-            f"the tokenizer beside them is that of the data, {tokenizer.name}"
-        )
-    return (
-        f"weights from {source} (Hugging Face, {name}): {size};"
-        f" {tokenizer_text}{context}"
+        f"has another tokenizer ({difference})",
+        f"set {override('data.tokenizer', f'{directory}/')}, the data's is"
+        f" {tokenizer.name} of {tokenizer.vocab_size:,} ids{NEW_ROWS}",
     )
 
 

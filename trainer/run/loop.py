@@ -260,7 +260,7 @@ def run_callbacks(
         # and the run resumes from this checkpoint.
         row |= loop.throughput.mean_since_last_call()
         loop.unfinished = encode_row(loop.step, row).decode()
-        save(loop, None, unfinished=loop.unfinished)
+        save(loop, None)
         if isinstance(error, UserError):
             raise
         return
@@ -358,25 +358,26 @@ def log_row(
     loop.last_logged_step = step
 
 
-def save(
-    loop: TrainLoop, val_loss: float | None, *, unfinished: str | None = None
-) -> None:
+def meta_of(loop: TrainLoop) -> dict[str, Any]:
+    """Return the meta of the state after `loop.step`, without the state of the log."""
+    return loop.recovery.meta | {
+        "watchdog": loop.recovery.watchdog.state(),
+        "unfinished": loop.unfinished,
+        "totals": dataclasses.asdict(loop.totals(loop.step)),
+    }
+
+
+def save(loop: TrainLoop, val_loss: float | None) -> None:
     """Write the log up to `loop.step`, then save a checkpoint of the state after it."""
     tracker = loop.session.tracker
     loop.session.verify_run_dir()
     loop.session.restore_config()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
-    progress = {
-        "watchdog": loop.recovery.watchdog.state(),
-        "unfinished": unfinished,
-        "log": tracker.checkpoint_state(),
-        "totals": dataclasses.asdict(loop.totals(loop.step)),
-    }
     loop.session.checkpointer.save(
         loop.step,
         to_checkpoint_form(loop.state),
-        loop.recovery.meta | progress,
+        meta_of(loop) | {"log": tracker.checkpoint_state()},
         val_loss=val_loss,
     )
 

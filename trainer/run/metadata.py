@@ -133,6 +133,9 @@ FIELDS: dict[str, Any] = {
 class Metadata(dict[str, Any]):
     """The metadata of a checkpoint; a key that it lacks is a UserError."""
 
+    def __or__(self, other: Mapping[str, Any]) -> "Metadata":  # type: ignore[override]
+        return Metadata({**self, **other})
+
     def __missing__(self, key: str) -> NoReturn:
         raise UserError(f"the checkpoint's metadata has no {key!r}; {ADVICE}")
 

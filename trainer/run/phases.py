@@ -16,33 +16,40 @@ from trainer.parallel.sharding import shardings
 from trainer.run.checkpoint import Restored
 from trainer.run.converting import convert_state, exact_weights, rounded_weights
 from trainer.run.metadata import saved_policy, saved_trainable
-from trainer.step.state import TrainState
-from trainer.workload import TrainTask
+from trainer.step.state import TrainState, from_checkpoint_form
+from trainer.workload import TrainTask, Workload
 
 
 class TrainingPhase(NamedTuple):
-    """A phase of a run: steps `start` + 1 to `until`, their task and configuration."""
+    """A phase of a run: steps `start` + 1 to `until`, and how they are trained."""
 
     start: int
     until: int
-    task: TrainTask
+    workload: Workload
     config: Config
+
+    @property
+    def task(self) -> TrainTask:
+        """The task of the workload."""
+        return self.workload.task
 
 
 class Phases(NamedTuple):
-    """The phases of a run in order, at least one, and the seed of the run."""
+    """All phases of a run in order, at least one; they share data, mesh and seed."""
 
-    items: tuple[TrainingPhase, ...]
-    seed: int
+    all: tuple[TrainingPhase, ...]
+
+    @property
+    def first(self) -> TrainingPhase:
+        """The phase of the first step."""
+        return self.all[0]
 
     def containing(self, step: int) -> TrainingPhase:
         """Return the phase of a step, which decides the form of the state after it.
 
         Step 0 belongs to the first phase.
         """
-        return next(
-            (phase for phase in self.items if step <= phase.until), self.items[-1]
-        )
+        return next((phase for phase in self.all if step <= phase.until), self.all[-1])
 
     def phase_after(self, checkpoint: Restored) -> TrainingPhase:
         """Return the phase that continues a checkpoint.
@@ -62,6 +69,16 @@ def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     if policy == task.model.policy:
         return task
     return task.in_precision(policy)
+
+
+def enter(checkpoint: Restored, task: TrainTask, seed: int) -> TrainState:
+    """Return a checkpoint's state in the form in which a task trains it.
+
+    `seed`: see `enter_phase`.
+    """
+    # Before the first step there is no meta, and the state is the task's own.
+    source_task = saved_task(checkpoint.meta, task) if checkpoint.step else task
+    return from_checkpoint_form(enter_phase(task, checkpoint.state, source_task, seed))
 
 
 def enter_phase(

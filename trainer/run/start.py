@@ -27,7 +27,7 @@ from trainer.run.compatibility import (
     check_same_trainable,
 )
 from trainer.run.converting import convert_state
-from trainer.run.metadata import saved_config, saved_policy
+from trainer.run.metadata import Metadata, saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
 from trainer.run.rundir import is_in_use
 from trainer.step.state import TrainState, first_nonfinite_array
@@ -186,7 +186,7 @@ def starting_point(
             f"choose another run_dir with {override('resume', run_dir)}"
             " resume.convert=true, which converts the state",
         )
-        checkpoint = restore_own(checkpointer, task)
+        checkpoint = restore_state(checkpointer, task)
         where = f"checkpoint {checkpoint.step} of run_dir={run_dir}"
         advice = (
             "start another run from an earlier checkpoint:"
@@ -261,8 +261,6 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
                 f" take its weights alone: init_from={source}"
             )
         check_same_trainable(source, meta, task)
-        if task.diloco is None:
-            check_no_replicas(f"resume={source}", meta)
         policy = saved_policy(meta)
         if not resume.convert:
             check_same_precision(
@@ -271,15 +269,11 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
                 task.model.policy,
                 "set resume.convert=true, which converts the state",
             )
-        source_task = task.in_precision(policy)
-        if task.diloco is None:
-            checkpoint = checkpointer.restore(abstract_state(source_task), step)
-        else:
-            checkpoint = restore_replicas(checkpointer, source_task, step)
+        checkpoint = restore_state(checkpointer, task, step)
     state = checkpoint.state
     if policy != task.model.policy:
-        state = convert_state(task, state, policy, phases.seed)
-    meta = {k: v for k, v in checkpoint.meta.items() if k not in OWN_META}
+        state = convert_state(task, state, policy, phases.first.workload.seed)
+    meta = Metadata({k: v for k, v in checkpoint.meta.items() if k not in OWN_META})
     meta |= {
         "precision": dataclasses.asdict(task.model.policy),
         "trainable": list(task.trainable),
@@ -288,41 +282,37 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
     return Restored(checkpoint.step, state, meta)
 
 
-def restore_own(checkpointer: Checkpointer, task: TrainTask) -> Restored:
-    """Restore the newest state of a run; its number of replicas may have changed."""
-    if task.diloco is None:
-        check_no_replicas("the checkpoint", checkpointer.manifest().meta)
-        return checkpointer.restore(lambda meta: abstract_state(saved_task(meta, task)))
-    return restore_replicas(checkpointer, task)
-
-
-def restore_replicas(
+def restore_state(
     checkpointer: Checkpointer,
     task: TrainTask,
     step: int | None = None,
     *,
     candidates: Sequence[int] | None = None,
 ) -> Restored:
-    """Restore a state for a task with DiLoCo replicas.
+    """Restore a state on the mesh of a task, in the precision in which it was saved.
 
-    The saved run may have had another number of replicas. If it had none, all replicas
-    start from its weights, moments and steps.
+    A run with DiLoCo replicas may have had another number of them. If it had none, all
+    replicas start from its weights, moments and steps.
 
     Args:
       checkpointer: that of the saved run.
       task: the task that continues the state.
       step: that of the checkpoint; None: the newest.
       candidates: steps to try instead of `step`, as in `Checkpointer.restore`.
+
+    Raises:
+      UserError: the state is of replicas and the task has none, or as for
+        `Checkpointer.restore`.
     """
-    assert task.diloco is not None
-    diloco = task.diloco
 
     def saved_form(meta: Mapping[str, Any]) -> TrainState:
-        saved = saved_diloco(meta, diloco)
-        if has_same_form(saved, diloco):
-            return abstract_state(task)
+        if task.diloco is None:
+            check_no_replicas(str(checkpointer.directory.parent), meta)
+        source, saved = saved_task(meta, task), saved_diloco(meta, task.diloco)
+        if has_same_form(saved, task.diloco):
+            return abstract_state(source)
         if saved is None:
-            return abstract_state(task._replace(diloco=None))
+            return abstract_state(source._replace(diloco=None))
         # Shapes are traced on one device, because the number of devices need not divide
         # the saved number of replicas.
         first_device = Mesh(
@@ -334,29 +324,30 @@ def restore_replicas(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=replicated(task.mesh)
             ),
-            abstract_state(task._replace(diloco=saved, mesh=first_device)),
+            abstract_state(source._replace(diloco=saved, mesh=first_device)),
         )
 
     checkpoint = checkpointer.restore(saved_form, step, candidates=candidates)
     # If the newest checkpoint is damaged, this is the meta of an older one.
-    saved = saved_diloco(checkpoint.meta, diloco)
-    if has_same_form(saved, diloco):
+    meta = checkpoint.meta
+    source, saved = saved_task(meta, task), saved_diloco(meta, task.diloco)
+    if has_same_form(saved, task.diloco):
         return checkpoint
-    convert = task.with_replicas if saved is None else task.convert_replicas
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(task))
+    convert = source.with_replicas if saved is None else source.convert_replicas
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(source))
     state = jax.jit(convert, out_shardings=shardings)(checkpoint.state)
     return checkpoint._replace(state=state)
 
 
 def saved_diloco(
-    meta: Mapping[str, Any], diloco: DiLoCoSettings
+    meta: Mapping[str, Any], diloco: DiLoCoSettings | None
 ) -> DiLoCoSettings | None:
     """Return `diloco` with the saved settings that decide which arrays a state has.
 
-    Returns None if the checkpoint was trained without replicas.
+    Returns None if the checkpoint was trained without replicas, or `diloco` is None.
     """
     saved = saved_config(meta).diloco
-    if saved.replicas is None:
+    if saved.replicas is None or diloco is None:
         return None
     return diloco._replace(
         num_replicas=saved.replicas,
@@ -366,9 +357,12 @@ def saved_diloco(
     )
 
 
-def has_same_form(saved: DiLoCoSettings | None, diloco: DiLoCoSettings) -> bool:
+def has_same_form(saved: DiLoCoSettings | None, diloco: DiLoCoSettings | None) -> bool:
     """Return whether states of both settings have the same arrays."""
-    return saved is not None and (
-        (saved.num_replicas, saved.feedback, saved.momentum > 0)
-        == (diloco.num_replicas, diloco.feedback, diloco.momentum > 0)
+    if saved is None or diloco is None:
+        return saved is diloco
+    return (saved.num_replicas, saved.feedback, saved.momentum > 0) == (
+        diloco.num_replicas,
+        diloco.feedback,
+        diloco.momentum > 0,
     )

@@ -123,8 +123,9 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
 
 def weights_for_tokenizer(
     source: Path, spec: Spec, data: Dataset, method: Method, seed: int, like: Params
-) -> Params:
-    """Load weights, with embedding and LM-head rows for the data's tokenizer.
+) -> tuple[Params, str]:
+    """Load weights, with embedding and LM-head rows for the data's tokenizer, and
+    describe the rows in a line.
 
     Args:
       source: a run, or a Hugging Face directory.
@@ -149,7 +150,7 @@ def weights_for_tokenizer(
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
-    old = saved_weights(source, spec, like, tokenizer=None)
+    old, _ = saved_weights(source, spec, like, tokenizer=None)
 
     def place(has_rows: bool, old: Any, fresh: jax.Array) -> jax.Array:
         if not has_rows:
@@ -161,7 +162,9 @@ def weights_for_tokenizer(
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
 
-    return jax.tree.map(place, row_arrays_of(spec, "vocab_size"), old, like)
+    params = jax.tree.map(place, row_arrays_of(spec, "vocab_size"), old, like)
+    rows = describe_rows(method, len(shared.new), old_vocabulary, tokenizer)
+    return params, f"weights from {source}, init.embeddings={method}: {rows}"
 
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
@@ -181,24 +184,23 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
     )
 
 
-def describe_embeddings(source: Path, new: Tokenizer, method: Method) -> str:
-    """Return a line about the rows of embedding and LM head."""
-    old = vocabulary_of(source)
-    new_size = f"{new.vocab_size:,}"
-    weights_line = f"weights from {source}, init.embeddings={method}"
+def describe_rows(method: Method, shared: int, old: Vocabulary, new: Tokenizer) -> str:
+    """Return a clause about the rows of embedding and LM head.
+
+    `shared`: the number of tokens that both vocabularies have.
+    """
     if method == "random":
         return (
-            f"{weights_line}: all {new_size} rows are newly initialized; none of the"
-            f" weights' {old.size:,} rows is kept"
+            f"all {new.vocab_size:,} rows are newly initialized; none of the weights'"
+            f" {old.size:,} rows is kept"
         )
-    shared = len(shared_with(old, new, source).new)
-    new_rows_text = {
+    other_rows = {
         "focus": "are weighted means of the rows of similar tokens (FOCUS)",
         "mean": "are the mean of all old rows",
         "gaussian": "are drawn with the mean and standard deviation of all old rows",
         "copy": "are newly initialized",
     }[method]
     return (
-        f"{weights_line}: {shared:,} of {new_size} tokens keep their rows (the weights"
-        f" have {old.size:,} tokens); the other rows {new_rows_text}"
+        f"{shared:,} of {new.vocab_size:,} tokens keep their rows (the weights have"
+        f" {old.size:,} tokens); the other rows {other_rows}"
     )

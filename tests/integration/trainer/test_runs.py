@@ -284,7 +284,7 @@ def test_ctrl_c_before_the_first_step_is_one_line_and_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "build_workload", interrupted)
+    monkeypatch.setattr(build, "build_phases", interrupted)
     assert main([*TINY, "run_dir=A", "compile_cache=null"]) == 130
     errors = capfd.readouterr().err.splitlines()
     assert errors == ["error: interrupted before the first step; nothing was trained"]
@@ -312,7 +312,7 @@ def test_fine_tuning_starts_from_a_run_or_a_hugging_face_directory(finished_run)
     here(tmp_path, "I", *args, "init_from=exported")
     output = here(tmp_path, "K", *args, *FROM_INIT)
     assert "1 layer, width 32, context 32, vocabulary 256" in output
-    assert "nobody checked" not in output
+    assert "it is not checked" not in output
     assert "weights from A after its step 20: " in output
     assert "weights from A" in (tmp_path / "K" / "report.html").read_text()
     ours, theirs = (values(tmp_path / run)[0]["train/loss"] for run in "IK")

@@ -20,7 +20,7 @@ from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.start import restore_own
+from trainer.run.start import restore_state
 from trainer.step.state import from_checkpoint_form, to_checkpoint_form
 from trainer.workload import (
     compile_step,
@@ -72,7 +72,7 @@ def restored(folder, state, saved_settings, task):
     with Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.save(3, to_checkpoint_form(state), meta_of(saved_settings))
         checkpointer.wait()
-        state = from_checkpoint_form(restore_own(checkpointer, task).state)
+        state = from_checkpoint_form(restore_state(checkpointer, task).state)
     assert jax.tree.structure(state) == jax.tree.structure(first(task))
     return state
 
@@ -84,8 +84,12 @@ def config_of(*overrides):
 
 def meta_of(diloco):
     """Of a checkpoint: its configuration, which says the form of the state."""
+    meta = {
+        "precision": dataclasses.asdict(workload("fp32").model.policy),
+        "trainable": [],
+    }
     if diloco is None:
-        return {"config": config_of()}
+        return meta | {"config": config_of()}
     saved = {
         "replicas": diloco.num_replicas,
         "outer_momentum": diloco.momentum,
@@ -93,7 +97,7 @@ def meta_of(diloco):
         "outer_grad": diloco.format,
     }
     config = config_of("parallel=diloco")
-    return {"config": config | {"diloco": config["diloco"] | saved}}
+    return meta | {"config": config | {"diloco": config["diloco"] | saved}}
 
 
 def of_replica(tree, k):

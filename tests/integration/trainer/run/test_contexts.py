@@ -21,7 +21,7 @@ def first_state(given, model, context):
     sizes = [f"model.context={context}", "train.batch_tokens=64", f"init_from={given}"]
     c = compose_config([*model, *sizes, *OTHER])
     w = build_workload(c)
-    return w, build_state(c, w)
+    return w, build_state(c, w, print)
 
 
 @pytest.mark.parametrize("kind", ["run", "Hugging Face"])

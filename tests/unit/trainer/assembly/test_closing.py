@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.assembly.training import closing
+from trainer.assembly.training import finish_session
 from trainer.errors import UserError
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import TrackerStart
@@ -23,7 +23,7 @@ def moved_while_open(held, tracker, error):
         display=None,
         timeouts=Timeouts(0, 0, 0),
     )
-    with closing(session):
+    with finish_session(session):
         held.path.rename(held.path.with_name("moved"))
         held.path.mkdir()
         tracker.row(1, {"train/loss": 1.0})

@@ -16,7 +16,6 @@ from trainer.models.registry import SPECS, family_of
 from trainer.run.compatibility import architecture, check_same_model
 from trainer.run.initial_weights import (
     context_difference,
-    describe_init,
     initial_weights,
     with_context_of,
 )
@@ -74,10 +73,10 @@ def test_weights_are_taken_into_a_shorter_context(family, tmp_path):
     params = model.init(jax.random.key(0))
     huggingface.save(tmp_path, spec, params)
     like, tokenizer = short.init(jax.random.key(1)), ByteTokenizer()
-    taken = initial_weights(tmp_path, shorter, tokenizer, like)
+    taken, line = initial_weights(tmp_path, shorter, tokenizer, like)
     tokens = np.arange(5)[None]
     np.testing.assert_array_equal(short.bind(taken)(tokens), model.bind(params)(tokens))
-    line = describe_init(tmp_path, tokenizer, shorter, taken)
+    assert line.startswith(f"weights from {tmp_path} (Hugging Face, {family}): ")
     assert "model.context=5 of the weights' 8" in line
     assert inherit({"name": "from_init", "context": 5}, str(tmp_path))["context"] == 5
 

@@ -4,7 +4,7 @@ reads."""
 import numpy as np
 import pytest
 
-from trainer.assembly.startup_log import describe_change
+from trainer.assembly.startup_log import describe_change, with_schedule_change
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.report.messages import describe_schedule_change
@@ -35,6 +35,6 @@ def test_another_batch_size_says_which_data_come_next(tokens, says):
     old = compose_config([*keys, "train.batch_tokens=2048", "run_dir=a"])
     new = compose_config([*keys, f"train.batch_tokens={tokens}", "run_dir=b"])
     checkpoint = Restored(20, None, {"config": to_tree(old)})
-    (line,) = describe_change(new, checkpoint)
+    (line,) = describe_change(new, *with_schedule_change(new, checkpoint))
     assert says in line
-    assert describe_change(old, checkpoint) == []
+    assert describe_change(old, *with_schedule_change(old, checkpoint)) == []

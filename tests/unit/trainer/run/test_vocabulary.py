@@ -19,7 +19,6 @@ from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
 from trainer.run.initial_weights import row_arrays_of
 from trainer.run.vocabulary import (
-    describe_embeddings,
     vocabulary_of,
     weights_for_tokenizer,
 )
@@ -87,7 +86,7 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
 ):
     params = exported(tmp_path / "hf", SPECS[family], old)
     spec, fresh = untrained(family, data)
-    actual = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, fresh)
+    actual, line = weights_for_tokenizer(tmp_path / "hf", spec, data, method, 0, fresh)
     tables = row_arrays_of(spec, "vocab_size")
     assert sum(jax.tree.leaves(tables)) == (2 if family == "untied" else 1)
     tokens = data.tokenizer.tokens
@@ -112,7 +111,6 @@ def test_all_tables_get_the_rows_of_the_datas_tokens_and_all_else_stays(
         assert not np.array_equal(made, np.asarray(fresh[tokens[b"the"]]))
 
     jax.tree.map(compare, tables, actual, params, fresh)
-    line = describe_embeddings(tmp_path / "hf", data.tokenizer, method)
     rows = "all 261" if method == "random" else "259 of 261"
     assert f"init.embeddings={method}: {rows}" in line
 
