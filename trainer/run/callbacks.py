@@ -73,7 +73,8 @@ class StepContext:
       should_stop: `should_stop(doing)` returns whether a stop was requested, the same
         answer in every process. `doing` completes messages about a stall, such as `in
         the validation after step 3`.
-      save: writes a checkpoint of the run after this step.
+      save_with_loss: writes a checkpoint of the run after this step, with a validation
+        loss; `save` calls it with `val_loss`.
       log_event: writes an event to the log, the tracker and the display.
       val_loss: nats; the best checkpoint has the lowest. None: no validation is due.
       texts: name and text of each text to record after the row.
@@ -88,7 +89,7 @@ class StepContext:
     row: dict[str, float]
     run_dir: Path
     should_stop: Callable[[str], bool]
-    save: Callable[[], None]
+    save_with_loss: Callable[[float | None], None]
     log_event: Callable[[str], None]
     val_loss: float | None = None
     texts: list[tuple[str, str]] = field(default_factory=list)
@@ -129,6 +130,10 @@ class StepContext:
             )
         self.row |= numbers
 
+    def save(self) -> None:
+        """Write a checkpoint of the run after this step; SAVE only."""
+        self.save_with_loss(self.val_loss)
+
     def text(self, name: str, text: str) -> None:
         """Record a text, such as a sample of the model, after the row."""
         self.texts.append((name, text))
@@ -152,7 +157,8 @@ class Callback:
     Attributes:
       name: used in messages; unique in a run.
       every: number of steps between two calls; 0: only after the last step.
-      run: returns metrics for the row of the step, or None.
+      run: returns metrics for the row of the step, or None; only an EVALUATE callback
+        may return metrics.
       kind: decides when it runs; see the module.
     """
 

@@ -8,6 +8,7 @@ exactly once.
 """
 
 import dataclasses
+import functools
 import io
 import time
 from collections.abc import Mapping
@@ -248,7 +249,7 @@ def run_callbacks(
         row=dict(row),
         run_dir=loop.session.run_dir,
         should_stop=stop.requested,
-        save=lambda: save(loop, context.val_loss),
+        save_with_loss=functools.partial(save, loop),
         log_event=lambda text: log_event(loop, loop.step, text),
     )
     try:
@@ -258,7 +259,7 @@ def run_callbacks(
     except (Interrupted, UserError) as error:
         # If a callback raises UserError, no step is lost: the user changes the setting,
         # and the run resumes from this checkpoint.
-        row |= loop.throughput.mean_since_last_call()
+        row = row | loop.throughput.mean_since_last_call()
         loop.unfinished = encode_row(loop.step, row).decode()
         save(loop, None)
         if isinstance(error, UserError):
@@ -275,7 +276,8 @@ def run_callbacks(
             reason = f"{name} is not finite after the {callback.name}"
             log_event(loop, loop.step, f"stopped: {reason}", alert="diverged")
             raise Diverged(f"{reason} after step {loop.step}; this state was not saved")
-    log_row(loop, loop.step, context.row, extended=context.row.keys() > row.keys())
+    is_extended = context.row.keys() > row.keys()
+    context.row = log_row(loop, loop.step, context.row, extended=is_extended)
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
         loop.session.tracker.summary(final)
@@ -290,11 +292,20 @@ def run_callbacks(
 def run_callback(
     loop: TrainLoop, callback: Callback, context: StepContext
 ) -> Mapping[str, float] | None:
-    """Run a callback, and tell the display how long it took."""
+    """Run a callback, and tell the display how long it took.
+
+    Raises ValueError if it returns metrics after those of the step's row were taken.
+    """
     started = time.perf_counter()
     metrics = callback.run(context)
     seconds = time.perf_counter() - started
     loop.session.display.record_pause(callback.name, callback.every, seconds)
+    if metrics and callback.kind is not CallbackKind.EVALUATE:
+        raise ValueError(
+            f"step {loop.step}: the callback {callback.name} returned metrics, which"
+            f" are not logged: it is a {callback.kind}; leave them out, or return them"
+            f" from a {CallbackKind.EVALUATE}"
+        )
     return metrics
 
 
@@ -346,16 +357,19 @@ def log_event(loop: TrainLoop, step: int, text: str, *, alert: str = "") -> None
 
 def log_row(
     loop: TrainLoop, step: int, row: dict[str, float], *, extended: bool = False
-) -> None:
+) -> dict[str, float]:
     """Show a step's row, and give it to the tracker where it is due.
+
+    Returns the row; where it was due, with the mean throughput since the last one.
 
     `extended`: callbacks have added metrics, so the tracker always gets the row.
     """
     loop.session.display.update(step, row)
     if extended or step % loop.plan.log_every == 0:
-        row |= loop.throughput.mean_since_last_call()
+        row = row | loop.throughput.mean_since_last_call()
         loop.session.tracker.row(step, row)
     loop.last_logged_step = step
+    return row
 
 
 def meta_of(loop: TrainLoop) -> dict[str, Any]:

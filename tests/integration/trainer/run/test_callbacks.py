@@ -157,6 +157,13 @@ def test_a_figure_that_the_row_or_the_log_cannot_have_is_refused(
         Recording([look("first"), second]).settle(monkeypatch)
 
 
+@pytest.mark.parametrize("kind", [CallbackKind.UPDATE, CallbackKind.SAVE])
+def test_metrics_that_come_too_late_for_the_row_are_an_error(monkeypatch, kind):
+    late = Callback("late", 10, lambda context: {"late/figure": 1.0}, kind)
+    with pytest.raises(ValueError, match="the callback late returned metrics"):
+        Recording([late]).settle(monkeypatch)
+
+
 @pytest.mark.parametrize("value", [True, np.float64(1.7e308), np.int64(3), np.inf])
 def test_what_a_callback_returns_is_a_row_that_the_log_reads_back(monkeypatch, value):
     run = Recording([Callback("own", 10, lambda context: {"own/figure": value})])
