@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from trainer.assembly.evaluation import bytes_per_token
 from trainer.config import schema
 from trainer.data import Loader
-from trainer.data.loader import bytes_per_target
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.observe.numerics import format_name, make_numerics
@@ -127,15 +127,15 @@ class Validation:
     def __init__(
         self, c: schema.Config, w: Workload, log: Callable[[str], None]
     ) -> None:
-        self._c, self._data, self._mesh = c, w.data, w.mesh
-        self._bytes_per_token = functools.cache(self._measured_bytes)
+        self._train, self._data, self._mesh = c.train, w.data, w.mesh
+        self._bytes_per_token = functools.cache(functools.partial(bytes_per_token, w))
         self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, log)
 
     def __call__(
         self, state: TrainState, final: bool, should_stop: Callable[[], bool]
     ) -> Evaluation | None:
         """Return the result; None if `should_stop()` became true before a batch."""
-        train = self._c.train
+        train = self._train
         batches = train.final_eval_batches if final else train.eval_batches
         result = self._mean(self._data.val, state, batches, should_stop)
         if result is None:
@@ -147,15 +147,10 @@ class Validation:
                 return None
             for key, value in source.row.items():
                 result.row[key.replace("val/", f"val/{name}/")] = value
-        if final:
+        if final and "val/bits_per_byte" in result.row:
             text = self._validated_text(batches)
             if len(text) >= MIN_XZ_BYTES:
                 result.row["val/xz_bits_per_byte"] = xz_bits_per_byte(text)
-        if self._c.data.boundary_loss is False:
-            # Without boundary loss the first token of a document adds no nats, but its
-            # bytes are counted: bits per byte would be too low.
-            for key in [key for key in result.row if key.endswith("bits_per_byte")]:
-                del result.row[key]
         return result
 
     def _mean(
@@ -165,27 +160,18 @@ class Validation:
         max_batches: int,
         should_stop: Callable[[], bool],
     ) -> Evaluation | None:
-        train = self._c.train
+        train, count = self._train, min(loader.steps_per_epoch, max_batches)
         batches = (
             place_batch(loader.batch(i), accum=train.grad_accum_steps, mesh=self._mesh)
-            for i in range(min(loader.steps_per_epoch, max_batches))
+            for i in range(count)
         )
         return evaluate(
             self._eval_step,
             state,
             batches,
             common_batches=train.eval_batches,
-            bytes_per_token=self._bytes_per_token(loader, max_batches),
+            bytes_per_token=self._bytes_per_token(loader, count),
             should_stop=should_stop,
-        )
-
-    def _measured_bytes(self, loader: Loader, max_batches: int) -> float:
-        count = min(loader.steps_per_epoch, max_batches)
-        batches = map(loader.batch, range(count))
-        return bytes_per_target(
-            batches,
-            self._data.tokenizer,
-            loader.validation_bytes_per_token(count),
         )
 
     def _validated_text(self, batches: int) -> str:

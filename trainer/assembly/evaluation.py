@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scalify_core import weights
-from trainer.data import Batch, TextSource
+from trainer.data import Batch, Loader, TextSource
 from trainer.data.corpus import open_corpus
 from trainer.data.loader import bytes_per_target, segments
 from trainer.errors import UserError
@@ -32,19 +32,19 @@ from trainer.text import note
 from trainer.workload import TrainTask, Workload, jitted_eval_step
 
 
-class Text(NamedTuple):
-    """The text of an evaluation.
+class EvalBatches(NamedTuple):
+    """The batches of an evaluation.
 
     Attributes:
-      batch: returns the batch of a number below `batches`.
-      batches: the number of batches.
+      batch: returns the batch of a number below `n_batches`.
+      n_batches: the number of batches.
       bytes_per_token: bytes of text for each predicted token; NaN: unknown.
       left_out: tokens after the last batch, too few for another; None: the limit on
         batches ended the text.
     """
 
     batch: Callable[[int], Batch]
-    batches: int
+    n_batches: int
     bytes_per_token: float
     left_out: int | None
 
@@ -68,23 +68,33 @@ class PrecisionResult(NamedTuple):
     half_width: float
 
 
-def validation_text(w: Workload, max_batches: int) -> Text:
+def validation_text(w: Workload, max_batches: int) -> EvalBatches:
     """Return at most `max_batches` batches of the validation part."""
     val = w.data.val
     count = min(max_batches, val.steps_per_epoch)
     left_out = None
     if count < max_batches:
         left_out = val.tokens - 1 - count * val.batch_size * val.context
-    batches = map(val.batch, range(count))
-    size = bytes_per_target(
-        batches, w.data.tokenizer, val.validation_bytes_per_token(count)
-    )
-    return Text(val.batch, count, size, left_out)
+    return EvalBatches(val.batch, count, bytes_per_token(w, val, count), left_out)
+
+
+def bytes_per_token(w: Workload, loader: Loader, count: int) -> float:
+    """Return the mean bytes of text for each predicted token of the first batches.
+
+    NaN: unknown, or the model learns no boundaries of documents. Then the first token
+    of a document adds no nats, but its bytes are counted: bits per byte would be too
+    low.
+    """
+    if w.model.loss_boundary_id is not None:
+        return math.nan
+    batches = map(loader.batch, range(count))
+    source_bytes = loader.validation_bytes_per_token(count)
+    return bytes_per_target(batches, w.data.tokenizer, source_bytes)
 
 
 def source_text(
     source: TextSource, cache_dir: Path, w: Workload, max_batches: int
-) -> Text:
+) -> EvalBatches:
     """Return at most `max_batches` batches of consecutive windows of a text.
 
     Raises:
@@ -129,42 +139,52 @@ def source_text(
     left_out = None
     if count < max_batches:
         left_out = tokens - 1 - count * loader.batch_size * context
-    size = bytes_per_target(map(batch, range(count)), tokenizer, n_bytes / tokens)
-    return Text(batch, count, size, left_out)
+    size = math.nan  # as in `bytes_per_token`
+    if w.model.loss_boundary_id is None:
+        batches = map(batch, range(count))
+        size = bytes_per_target(batches, tokenizer, n_bytes / tokens)
+    return EvalBatches(batch, count, size, left_out)
 
 
 def evaluate(
     task: TrainTask,
     state: TrainState,
     others: Mapping[str, TrainTask],
-    text: Text,
+    batches: EvalBatches,
     accum: int,
 ) -> Iterator[PrecisionResult]:
     """Yield the result of the run's own precision, then those of the others.
 
     Each batch has `accum` micro-batches.
     """
-    if task.model.loss_boundary_id is not None:
-        # Without boundary loss the first token of a document adds no nats, but its
-        # bytes are counted: bits per byte would be too low.
-        text = text._replace(bytes_per_token=math.nan)
-    reference = losses(task, state, text, accum)
-    yield result_of(text, AS_TRAINED, reference, reference)
+    reference = batch_losses(task, state, batches, accum)
+    yield result_of(batches, AS_TRAINED, reference, reference)
     for name, other in others.items():
-        params = store_weights(weights.wide(state.params), other.model.policy)
-        stored = replace(state, params=params, scaling=())
-        yield result_of(text, name, losses(other, stored, text, accum), reference)
+        losses = batch_losses(
+            other, in_policy(state, other.model.policy), batches, accum
+        )
+        yield result_of(batches, name, losses, reference)
 
 
-def losses(task: TrainTask, state: TrainState, text: Text, accum: int) -> list[float]:
+def in_policy(state: TrainState, policy: Policy) -> TrainState:
+    """Return a state whose weights are rounded to another precision's format."""
+    params = store_weights(weights.wide(state.params), policy)
+    return replace(state, params=params, scaling=())
+
+
+def batch_losses(
+    task: TrainTask, state: TrainState, batches: EvalBatches, accum: int
+) -> list[float]:
     """Return the mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
     step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
-    return [float(step(state, place(text.batch(i)))) for i in range(text.batches)]
+    return [
+        float(step(state, place(batches.batch(i)))) for i in range(batches.n_batches)
+    ]
 
 
 def result_of(
-    text: Text, name: str, losses: Sequence[float], reference: Sequence[float]
+    batches: EvalBatches, name: str, losses: Sequence[float], reference: Sequence[float]
 ) -> PrecisionResult:
     """Return the result of a precision.
 
@@ -172,7 +192,7 @@ def result_of(
     """
     loss = statistics.fmean(losses)
     differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
-    bits = loss / math.log(2) / text.bytes_per_token
+    bits = loss / math.log(2) / batches.bytes_per_token
     mean = statistics.fmean(differences)
     return PrecisionResult(name, loss, bits, mean, half_width(differences))
 
@@ -191,9 +211,7 @@ def evaluate_tasks(
     for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
         task, stored = w.task, state
         if name != AS_TRAINED:
-            task = task.in_precision(policy)
-            params = store_weights(weights.wide(state.params), policy)
-            stored = replace(state, params=params, scaling=())
+            task, stored = task.in_precision(policy), in_policy(state, policy)
         eval_model = EvalModel(task, w.data.tokenizer, batch).at(
             stored.params, stored.scaling
         )

@@ -103,16 +103,20 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     max_batches = args.batches or config.train.final_eval_batches
     if args.text:
         source = TextSource(tuple(split(args.text)), None, args.column)
-        text = source_text(source, own_cache(), workload, max_batches)
+        batches = source_text(source, own_cache(), workload, max_batches)
     else:
-        text = validation_text(workload, max_batches)
-    size = text.batches * workload.data.val.batch_size * workload.model.spec.context
+        batches = validation_text(workload, max_batches)
+    size = (
+        batches.n_batches * workload.data.val.batch_size * workload.model.spec.context
+    )
     files = f"; {args.text}" if args.text else ""
-    count = "1 batch" if text.batches == 1 else f"{text.batches} batches"
-    if text.left_out is None:
+    count = "1 batch" if batches.n_batches == 1 else f"{batches.n_batches} batches"
+    if batches.left_out is None:
         unread = f"; text after batches={max_batches} is not read"
     else:
-        unread = f"; {text.left_out:,} tokens after them, less than a batch, left out"
+        unread = (
+            f"; {batches.left_out:,} tokens after them, less than a batch, left out"
+        )
     show(
         f"{run_dir}: {config.precision.name}, step {restored.step:,}{files};"
         f" {count}, {size:,} tokens{unread}"
@@ -123,7 +127,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     )
     results = []
     accum = config.train.grad_accum_steps
-    for result in evaluate(workload.task, restored.state, train_tasks, text, accum):
+    for result in evaluate(workload.task, restored.state, train_tasks, batches, accum):
         results.append(result)
         show(table_row(result, results[0].loss))
     for name, train_task in train_tasks.items():

@@ -66,7 +66,8 @@ def evaluate(
       state: the training state.
       batches: batches on the devices.
       common_batches: number of batches that every validation reads.
-      bytes_per_token: bytes per token of the validation text.
+      bytes_per_token: bytes per token of the validation text; NaN: unknown, so the row
+        has no bits per byte.
       should_stop: called before each batch.
     """
     losses: list[float] = []
@@ -83,8 +84,9 @@ def evaluate(
     row = {
         "val/loss": loss,
         "val/perplexity": math.exp(min(loss, MAX_EXPONENT)),
-        "val/bits_per_byte": loss / math.log(2) / bytes_per_token,
     }
+    if not math.isnan(bytes_per_token):
+        row["val/bits_per_byte"] = loss / math.log(2) / bytes_per_token
     common_losses = losses[:common_batches]
     return Evaluation(row, math.fsum(common_losses) / len(common_losses))
 

@@ -68,7 +68,9 @@ def test_bytes_are_the_sources_where_a_tokenizer_changes_the_text(tmp_path):
     data = Dataset.open(folder, seed=0, context=8, batch_size=2)
     split = data.manifest.splits["val"]
     assert split.bytes < sum(sizes)
-    w = SimpleNamespace(data=data, model=SimpleNamespace(spec=data.val))
+    w = SimpleNamespace(
+        data=data, model=SimpleNamespace(spec=data.val, loss_boundary_id=None)
+    )
     size = validation_text(w, 2).bytes_per_token
     assert size == pytest.approx(split.bytes / split.tokens)
     size = source_text(source, tmp_path / "cache", w, 10_000).bytes_per_token

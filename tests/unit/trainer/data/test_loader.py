@@ -141,7 +141,9 @@ def test_bytes_per_token_are_of_the_batches_that_were_read(directory):
     data = Dataset.open(directory, seed=0, context=64, batch_size=2)
     size = np.mean(data.val.batch(0).tokens[:, 1:] != data.manifest.eot)
     assert size != pytest.approx(data.bytes_per_token, abs=1e-3)
-    text = validation_text(SimpleNamespace(data=data), 1)
+    text = validation_text(
+        SimpleNamespace(data=data, model=SimpleNamespace(loss_boundary_id=None)), 1
+    )
     assert text.bytes_per_token == pytest.approx(size)
 
 
