@@ -72,6 +72,9 @@ class Spec(Protocol):
         This takes a byte more per parameter and saves four kernels per layer.
         """
 
+    def __hash__(self) -> int:
+        """Return the hash of a frozen dataclass."""
+
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """Return the names of the fields that decide what the model computes from its

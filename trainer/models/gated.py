@@ -20,7 +20,7 @@ from flax import nnx
 from scalify_core.numerics.formats import pow2_round
 from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
-from trainer.models.layers import Factory, Norm, copy_to_axis, maybe_remat
+from trainer.models.layers import Factory, Linear, Norm, copy_to_axis, maybe_remat
 
 DIVISOR_RANGE = 2.0**-14, 2.0**14  # FP16 has these and their inverses
 
@@ -88,15 +88,22 @@ class GatedMLP(nnx.Module):
         )(x_NxD)
         return maybe_remat(self.project_down, self.recompute)(branches)
 
-    def branches(self, x_NxD: jax.Array) -> list[jax.Array]:
+    @property
+    def input_layers(self) -> tuple[Linear, Linear]:
+        """The gate and the linear layer."""
+        gate, linear, _ = (getattr(self, name) for name in self.names)
+        return gate, linear
+
+    def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return gate and linear branch, `[N, F]` each."""
-        return [getattr(self, name)(x_NxD) for name in self.names[:2]]
+        gate, linear = self.input_layers
+        return gate(x_NxD), linear(x_NxD)
 
     def rebalance_hidden(self, hidden_NxF: jax.Array) -> jax.Array:
         """Return the hidden channels, as their next matmul gets them."""
         return hidden_NxF
 
-    def project_down(self, branches: list[jax.Array]) -> jax.Array:
+    def project_down(self, branches: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Apply SwiGLU and the last matmul."""
         output = getattr(self, self.names[2])
         if not self.smooth:

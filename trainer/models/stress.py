@@ -91,5 +91,5 @@ def gpt2_block(spec: GPT2Spec, layers: Factory) -> Block:
         spec, layers, Attention if spec.value_gain is None else GainedAttention
     )
     if isinstance(block.mlp, SwigluMLP):
-        align(block.mlp.c_gate, block.mlp.c_fc, spec.align_channels, spec.align_gain)
+        align(*block.mlp.input_layers, spec.align_channels, spec.align_gain)
     return block

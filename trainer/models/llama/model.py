@@ -191,9 +191,13 @@ class MLP(GatedMLP):
     bias: ClassVar[bool] = False
     hidden_amax: ClassVar[float] = HIDDEN_REBALANCE
 
-    def branches(self, x_NxD: jax.Array) -> list[jax.Array]:
+    def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `GatedMLP`."""
-        return [rebalance_grad(y, GRADIENT_REBALANCE) for y in super().branches(x_NxD)]
+        gate_NxF, up_NxF = super().branches(x_NxD)
+        return (
+            rebalance_grad(gate_NxF, GRADIENT_REBALANCE),
+            rebalance_grad(up_NxF, GRADIENT_REBALANCE),
+        )
 
     def rebalance_hidden(self, hidden_NxF: jax.Array) -> jax.Array:
         """See `GatedMLP`."""
@@ -286,12 +290,7 @@ class Llama(Decoder):
         def make_block(name: str, key: jax.Array) -> Block:
             block = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
             # For tests of narrow formats; 0 channels, the default, change nothing.
-            align(
-                block.mlp.gate_proj,
-                block.mlp.up_proj,
-                spec.align_channels,
-                spec.align_gain,
-            )
+            align(*block.mlp.input_layers, spec.align_channels, spec.align_gain)
             return block
 
         self.h = make_blocks(
