@@ -28,7 +28,7 @@ from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.custom import MakeModel, custom_spec
 from trainer.models.fp8_attention import check_fp8_attention
-from trainer.models.functional import Params
+from trainer.models.model_functions import Params
 from trainer.models.registry import family_of
 from trainer.observe.peaks import peak_flops
 from trainer.observe.throughput import Throughput

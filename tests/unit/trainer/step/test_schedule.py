@@ -40,5 +40,5 @@ def test_wsd_is_stable_until_its_decay():
 
 
 def test_an_unknown_schedule_lists_the_valid_ones():
-    with pytest.raises(UserError, match=r"schedule\.name='x' is not .* wsd"):
+    with pytest.raises(UserError, match=r"schedule\.name=x is not .* wsd"):
         compose_config(["schedule.name=x"])
