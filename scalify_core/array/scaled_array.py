@@ -249,7 +249,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 
     Raises:
         ValueError: the scale is not a power of two.
-        TypeError: differentiated; take gradients inside scalify.
+        TypeError: differentiated; take gradients inside scalify. Or FP64 data, which
+            needs no scale.
 
     Examples:
         >>> as_scaled_array(jnp.full(2, 3.0), dtype=jnp.float16).scale
@@ -268,6 +269,11 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         if not isinstance(at, float):
             at = jnp.asarray(at, jnp.float32)
         to = np.dtype(x.dtype if dtype is None else dtype)
+        if to.itemsize > 4:
+            raise TypeError(
+                f"as_scaled_array{jax.tree_util.keystr(path)}: {to} has no scaled form;"
+                " give dtype=jnp.float32, or leave it a plain array"
+            )
         out = _rescaled(ScaledArray(as_float32(x), 1.0), at).astype(to)
         name = f"as_scaled_array{jax.tree_util.keystr(path)}"
         precision_warnings.warn_of_losses(name, x, out.data, out.unscale)

@@ -1,6 +1,7 @@
 """Functions of pytrees in which a ScaledArray is one leaf, and not two."""
 
 import dataclasses
+import functools
 import importlib
 import struct
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from jax import export
 from scalify_core.array.scaled_array import (
     ScaledArray,
     is_scaled_array,
+    paths,
     value_of,
     with_scale,
+    with_valid_scales,
 )
 from scalify_core.numerics.formats import is_float
 
@@ -32,6 +35,15 @@ def structure_of(tree: Any) -> Any:
 def leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree, a ScaledArray being a leaf."""
     return jax.tree.leaves(tree, is_leaf=is_scaled_array)
+
+
+def readable(tree: Any, where: str) -> Any:
+    """Return a tree; ScaledArrays whose scale is no power of two read as NaN.
+
+    A `PrecisionWarning` names them, see `with_valid_scales`; `where` is its beginning.
+    """
+    names = functools.partial(paths, tree)
+    return structure_of(tree).unflatten(with_valid_scales(where, leaves(tree), names))
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +155,7 @@ def global_norm(tree: Any) -> jax.Array:
     Args:
         tree: ScaledArrays and plain arrays; others are left out.
     """
+    tree = readable(tree, "tree.global_norm")
     values = [jnp.asarray(value_of(x)) for x in leaves(tree)]
     values = [x.astype(jnp.float32) for x in values if is_float(x)]
     if values:

@@ -40,8 +40,6 @@ from scalify_core.optim.weights import (
 
 # The least widened second moment: times any usual decay it is a normal FP32 number.
 _SQUARE_FLOOR = 2.0**-120
-# The largest quotient in E4M3, at scale 2^-4: above Adam's quotients and roundings.
-_QUOTIENT_TOP = 28.0
 
 
 # Returns the largest magnitude of each array, FP32 [number of arrays]. Its arguments:
@@ -73,14 +71,18 @@ class Stored:
         relative_to: store the quotient of the field and the root of this other field of
             the same state (as stored): "nu", for a first moment. In Adam it is at most
             (1-b1) / sqrt((1-b2)(1-b1^2/b2)), 1.2 at (0.9, 0.95) and 7.3 at (0.9,
-            0.999), however small the gradients of a row are beside those of others;
-            saturates at 28.
+            0.999), however small the gradients of a row are beside those of others.
+        largest_quotient: of a relative field, which saturates beyond it; its scale is
+            then a constant. None: its scale is measured, for optimizers whose `mu` has
+            other units than the root of `nu` (Adamax, ADOPT); an array without such a
+            partner (Muon's) is stored by itself.
     """
 
     format: FloatFormat
     sqrt: bool = False
     rounding: Rounding = "stochastic"
     relative_to: str | None = None
+    largest_quotient: float | None = 28.0  # above Adam's quotients and roundings
 
     def __post_init__(self) -> None:
         """Raise ValueError for a format that cannot be stored or an unknown
@@ -129,7 +131,9 @@ def stored_fields(
         and "mu" not in (fields or {})
         and stored["mu"].format.mantissa_bits <= 3
     ):
-        stored["mu"] = dataclasses.replace(stored["mu"], relative_to="nu")
+        stored["mu"] = dataclasses.replace(
+            stored["mu"], relative_to="nu", largest_quotient=None
+        )
     for name, how in stored.items():
         if (
             how.relative_to in stored
@@ -186,7 +190,8 @@ def flatten(
         if how.relative_to is not None:
             partner = jax.tree_util.GetAttrKey(how.relative_to)
             other = places.get(tuple(partner if key is field else key for key in path))
-            missing |= {how.relative_to} if other is None else set()
+            if other is None and how.largest_quotient is not None:
+                missing.add(how.relative_to)
         plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
     if missing:
         # A scalar saves no memory, and a sum in it would lose terms in a narrow format.
@@ -274,19 +279,23 @@ def new_scales(
     """
     is_stack = [np.ndim(scale) > 0 for scale in old]
     groups: dict[Any, list[int]] = {}
-    for leaf, plan in enumerate(plans):
-        if plan.how is not None and plan.how.relative_to is None:
-            groups.setdefault(
-                (plan.parameter, new[leaf].shape, is_stack[leaf]), []
-            ).append(leaf)
+    new = list(new)
+    constants = {}
+    for leaf, (how, other, parameter) in enumerate(plans):
+        if how is None:
+            continue
+        if other is not None and how.largest_quotient is not None:
+            constants[leaf] = pow2_floor(how.largest_quotient / _top(how))
+            continue
+        if other is not None:
+            # The divisor as it is stored, in two bits, may be smaller by a fifth.
+            new[leaf] = 1.25 * new[leaf] / _divisor(new[other])
+        key = parameter, new[leaf].shape, is_stack[leaf]
+        groups.setdefault(key, []).append(leaf)
     alone = [(key[0], group) for key, group in groups.items() if not key[-1]]
     stacks = [group for key, group in groups.items() if key[-1]]
     measured = list(itertools.chain(*(group for _, group in alone), *stacks))
-    fixed = [
-        leaf
-        for leaf, plan in enumerate(plans)
-        if plan.how is not None and leaf not in set(measured)
-    ]
+    fixed = list(constants)
     rows = {
         leaf: len(new[leaf]) if is_stack[leaf] else 1 for leaf in (*measured, *fixed)
     }
@@ -318,15 +327,15 @@ def new_scales(
         # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
         previous = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
         measured_scales = [jnp.where(is_new, pow2_floor(largest * (2 / top)), previous)]
-    constants = [pow2_floor(_QUOTIENT_TOP / _top(plans[leaf].how)) for leaf in fixed]  # type: ignore[arg-type]
     ends = np.cumsum([rows[leaf] for leaf in (*measured, *fixed)])
     places = {
         leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
         for leaf, end in zip((*measured, *fixed), ends, strict=True)
     }
-    return StorageScales(
-        jnp.concatenate([*measured_scales, of_rows(constants, fixed)]), places
-    )
+    parts = measured_scales
+    if fixed:  # In a shard_map over CPUs, XLA ends the process at an empty constant.
+        parts = [*parts, of_rows(list(constants.values()), fixed)]
+    return StorageScales(jnp.concatenate(parts) if parts else jnp.zeros(0), places)
 
 
 def _top(how: Stored) -> float:
@@ -335,7 +344,8 @@ def _top(how: Stored) -> float:
 
 
 def _square_root(x: jax.Array) -> jax.Array:
-    return jnp.where(x <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
+    # A negative number has no root: it stays NaN, where a zero would pass.
+    return jnp.where(jnp.abs(x) <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
 
 
 def narrow_arrays(

@@ -23,8 +23,7 @@ the scales and one that stores, parameter by parameter. Its properties:
   up, and nothing saturates. A maximum does not depend on the order of reduction either:
   the state is bitwise the same on any sharding.
 - **A first moment in FP8 is stored relative to the root of the second**, a quotient
-  near 1 for rows of any frequency: E4M3 has normal numbers over 15 octaves only. Its
-  scale is a constant.
+  near 1 for rows of any frequency: E4M3 has normal numbers over 15 octaves only.
 - **A second moment is stored as its square root**, which spans half the octaves. A
   positive one is never stored as zero, or a first moment that survives would be divided
   by epsilon alone. One that is zero is widened to 2^-120, so that a row never seen
@@ -47,7 +46,7 @@ import numpy as np
 import optax
 
 from scalify_core.array.scaled_array import as_scaled_array, is_scaled_array, with_scale
-from scalify_core.array.tree import map_arrays
+from scalify_core.array.tree import map_arrays, readable
 from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import FP32, FloatFormat, is_float
@@ -93,7 +92,8 @@ def scaled_state(
             are not changed. In FP8, with a narrow `nu` beside it, it is stored relative
             to `nu`.
         nu: the format of the fields called `nu`, second moments, stored as square
-            roots. FP32: they are not changed.
+            roots. FP32: they are not changed. A negative number becomes NaN: give a
+            signed `nu`, as that of SM3, in `fields`, without `sqrt`.
         rounding: the rounding of `mu` and `nu`. "auto": stochastic, but to nearest for
             a `mu` of ten mantissa bits or more (FP16), whose error is then at most
             epsilon/2/(1-b1), 0.5% at b1 = 0.9.
@@ -164,6 +164,8 @@ def scaled_state(
         leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledOptState]:
+        updates, params = (readable(x, "scaled_state") for x in (updates, params))
+
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
             arrays, plans, treedef = flatten(inner_state, stored)
             moments = treedef.unflatten(widen(arrays, plans))

@@ -20,12 +20,10 @@ from scalify_core.array.scaled_array import (
     as_scaled_array,
     data_of,
     is_scaled_array,
-    paths,
     value_of,
     with_scale,
-    with_valid_scales,
 )
-from scalify_core.array.tree import leaves, map_arrays, structure_of
+from scalify_core.array.tree import leaves, map_arrays, readable, structure_of
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import (
     FP32,
@@ -35,7 +33,13 @@ from scalify_core.numerics.formats import (
     is_float,
     pow2_floor,
 )
-from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, rms_of, rms_scale
+from scalify_core.numerics.scales import (
+    MAX_SCALE,
+    MIN_SCALE,
+    broadcast_scale,
+    rms_of,
+    rms_scale,
+)
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -128,7 +132,9 @@ def moving_average(
     structure = structure_of(average)
     if structure_of(params) != structure:
         raise ValueError("weights.moving_average: params is not a tree like average")
-    old, new = leaves(average), leaves(params)
+    old, new = (
+        leaves(readable(x, "weights.moving_average")) for x in (average, params)
+    )
     updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
     averages = apply_updates(old, updates, rounding=rounding, seed=seed, step=step)
     return structure.unflatten(averages)
@@ -173,6 +179,8 @@ def apply_with_compensation(
     ) -> tuple[Any, Any]:
         """Return the new parameter, and the rest that its rounding leaves, or None."""
         data = data_of(p)
+        if not is_float(data):  # as in Optax
+            return jnp.asarray(data + update, data.dtype), old_rest
         fmt = FloatFormat.of(data.dtype)
         if old_rest is None:
             update = wide(update)
@@ -185,7 +193,9 @@ def apply_with_compensation(
             total = total + update * (1 / scale)
         else:
             old_scale, scale = scale, _scale_of_sum(p, update, fmt.max)
-            total = total * broadcast_scale(old_scale / scale, data) + update * (
+            # The quotient of a scale of zeros leaves FP32, and would make them NaN.
+            shrunk = jnp.minimum(old_scale / scale, np.float32(MAX_SCALE))
+            total = total * broadcast_scale(shrunk, data) + update * (
                 1 / broadcast_scale(scale, data)
             )
         # Before rounding: the remainder is what the rounding takes away.
@@ -212,12 +222,10 @@ def apply_with_compensation(
         return total, rest
 
     structure = structure_of(params)
-    old, changes = leaves(params), _beside(structure, updates, "updates")
     # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
     # which makes invalid scales.
-    changes = with_valid_scales(
-        "weights.apply_updates, the update", changes, functools.partial(paths, updates)
-    )
+    updates = readable(updates, "weights.apply_updates, the update")
+    old, changes = leaves(params), _beside(structure, updates, "updates")
     # Leaves are numbered from the other end: another stream than that of the
     # optimiser's state.
     stream_numbers = [

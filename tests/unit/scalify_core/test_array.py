@@ -159,3 +159,8 @@ def test_a_scaled_array_is_no_number(use, scale):
     with pytest.raises(TypeError, match="ScaledArray"):
         use(x)
     assert float(asarray(x)) == 2.0
+
+
+def test_fp64_has_no_scaled_form():
+    with jax.enable_x64(True), pytest.raises(TypeError, match="float64 has no scaled"):
+        as_scaled_array({"w": jnp.full(2, 1e200)})

@@ -210,3 +210,11 @@ def test_a_moving_average_in_half_precision_follows_its_parameters():
     assert_allclose(np.mean(asarray(average)), expected, atol=2e-3)
     with pytest.raises(ValueError, match="params is not a tree like"):
         moving_average(average, [params], 0.999, seed=0, step=0)
+
+
+def test_zeros_at_a_large_scale_and_integers_are_updated():
+    zeros = as_scaled_array(jnp.zeros(4), jnp.float32(2.0**99), jnp.float16)
+    params = {"w": zeros, "steps": jnp.int32(3)}
+    new = apply_updates(params, {"w": jnp.full(4, 2.0**-30), "steps": jnp.int32(1)})
+    np.testing.assert_array_equal(asarray(new["w"]), np.full(4, 2.0**-30))
+    assert new["steps"] == 4
