@@ -332,7 +332,7 @@ def new_scales(
         leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
         for leaf, end in zip((*measured, *fixed), ends, strict=True)
     }
-    parts = measured_scales
+    parts: list[Any] = measured_scales
     if fixed:  # In a shard_map over CPUs, XLA ends the process at an empty constant.
         parts = [*parts, of_rows(list(constants.values()), fixed)]
     return StorageScales(jnp.concatenate(parts) if parts else jnp.zeros(0), places)
