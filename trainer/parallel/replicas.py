@@ -285,15 +285,8 @@ def make_inner_step(
     def inner_step(
         states: Any, batch: Tokens, inputs: StepInputs
     ) -> tuple[Any, Metrics]:
-        def on_device(
-            states: Any,
-            batch: Tokens,
-            indices: jax.Array,
-            participating: jax.Array,
-            inputs: StepInputs,
-        ) -> Any:
-            replicas = (states, batch, indices, participating)
-            if len(indices) > 1:
+        def on_device(replicas: tuple[Any, ...], inputs: StepInputs) -> Any:
+            if num_replicas > mesh.shape[REPLICA]:
                 return lax.map(
                     lambda replica: replica_step(*replica, inputs=inputs), replicas
                 )
@@ -301,23 +294,17 @@ def make_inner_step(
             result = replica_step(*only_replica, inputs=inputs)
             return jax.tree.map(lambda x: x[None], result)
 
-        by_replica = PartitionSpec(REPLICA)
+        rows = jax.tree.map(rows_of_replicas, batch)
         indices = jnp.arange(num_replicas, dtype=jnp.uint32)
         participating = settings.participating(inputs.seed, inputs.step)
         states, metrics = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(by_replica, by_replica, by_replica, by_replica, PartitionSpec()),
-            out_specs=by_replica,
+            in_specs=(PartitionSpec(REPLICA), REPLICATED),
+            out_specs=PartitionSpec(REPLICA),
             axis_names={REPLICA},
             check_vma=False,
-        )(
-            states,
-            jax.tree.map(rows_of_replicas, batch),
-            indices,
-            participating,
-            inputs,
-        )
+        )((states, rows, indices, participating), inputs)
         # Every device gets all metrics, so that the order of summation does not depend
         # on which device has which replica.
         metrics = lax.with_sharding_constraint(metrics, replicated(mesh))
@@ -450,13 +437,11 @@ def make_sync(
         finite = [jnp.all(jnp.isfinite(mean)) for mean in result.means]
         accept = jnp.all(jnp.stack(finite))
         stored = take(replicas.residuals), take(replicas.momentum)
-        updates, residuals, momenta = zip(
-            *(
-                outer_update(outer, accept, *tensor)
-                for tensor in zip(*result, *stored, strict=True)
-            ),
-            strict=True,
-        )
+        new = [
+            outer_update(outer, accept, *tensor)
+            for tensor in zip(*result, *stored, strict=True)
+        ]
+        updates, residuals, momenta = zip(*new, strict=True)
         new_params = weights.apply_updates(
             take(params),
             [-settings.lr * update for update in updates],

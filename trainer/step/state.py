@@ -35,7 +35,7 @@ class Replicas:
       momentum: the outer optimizer's momentum, stored as the weights are, or ().
     """
 
-    states: Any
+    states: "TrainState"
     residuals: Any
     momentum: Any
 
