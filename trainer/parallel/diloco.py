@@ -158,16 +158,16 @@ def shared_scales(tensors: Sequence[jax.Array], fmt: FloatFormat) -> jax.Array:
     )
 
 
-def encode(x: jax.Array, fmt: FloatFormat, bits: jax.Array | None) -> jax.Array:
+def encode(x: jax.Array, fmt: FloatFormat, words: jax.Array) -> jax.Array:
     """Round FP32 [..., m] stochastically, and return the data to send.
 
     The result has integers of the format's width, or bytes of two FP4 numbers each, for
-    which m must be even.
-    `bits` are random bits; None: FP32 data, which is not rounded.
+    which m must be even. FP32 is returned as it is. `words` are counter words of the
+    random bits.
     """
-    if bits is None:
+    if fmt is FP32:
         return x
-    rounded = fmt.stochastic_round(x, bits)
+    rounded = fmt.stochastic_round(x, bits_of_words(x.shape, words))
     if fmt.dtype is not None:
         return as_bits(rounded)
     magnitude = jnp.abs(rounded)
@@ -243,14 +243,12 @@ def sync(
         flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
         if fmt is FP4_WITH_NAN:  # two numbers share a byte
             flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
-        if fmt is FP32:
-            return flat
         words = counter_words(
             seed ^ jnp.uint32(SENT_STREAM),
             step,
             replica_indices * MAX_ARRAYS + tensor_indices[tensor],
         )
-        return encode(flat, fmt, bits_of_words(flat.shape, words))
+        return encode(flat, fmt, words)
 
     sent = [encode_tensor(i, x) for i, x in enumerate(contributions)]
     mean_flat, mean_error = mean_of_pieces(
@@ -318,17 +316,14 @@ def mean_of_pieces(
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / settings.participants)
     local_indices = jnp.arange(local_replicas)
     replica_indices = lax.axis_index(REPLICA) * local_replicas + local_indices
-    random_bits = None
-    if mean_fmt is not FP32:
-        words = counter_words(
-            seed ^ jnp.uint32(PIECE_STREAM),
-            step,
-            replica_indices.astype(jnp.uint32) * MAX_ARRAYS + first_tensor_index,
-        )
-        random_bits = bits_of_words(mean.shape, words)
+    words = counter_words(
+        seed ^ jnp.uint32(PIECE_STREAM),
+        step,
+        replica_indices.astype(jnp.uint32) * MAX_ARRAYS + first_tensor_index,
+    )
     # The mean of FP4 data is rounded to E4M3: move it to the top of that range.
     mean_scale = pow2_floor(mean_fmt.max / fmt.max)
-    piece = encode(mean * mean_scale, mean_fmt, random_bits)
+    piece = encode(mean * mean_scale, mean_fmt, words)
     pieces = lax.all_gather(piece, REPLICA, axis=0, tiled=True)
     piece_error = mean - decode(piece, mean_fmt) * (1 / mean_scale)
     mean_error = jnp.zeros(

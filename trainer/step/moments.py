@@ -11,6 +11,7 @@ from scalify_core.numerics.formats import FP32, FloatFormat
 from trainer.errors import UserError
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
+from trainer.step.clip_and_decay import matrix_mask
 from trainer.step.optimizers import (
     MOMENT_KEYS,
     OPTIMIZERS,
@@ -73,7 +74,7 @@ def stacks_of(params: Any, roles: Any, name: str, policy: Policy) -> Stacks:
     if set(stored) == {"fp32"}:
         return NO_STACKS
     # A vector whose role is that of a matrix decays, and needs a stack of its own.
-    return Stacks.of(params, jax.tree.map(lambda role: role.is_matrix, roles))
+    return Stacks.of(params, matrix_mask(roles))
 
 
 def fields_of(path: Any) -> list[str]:
