@@ -81,7 +81,7 @@ def explain_step(
     )
 
 
-def load(
+def load_inputs(
     arguments: Arguments, overrides: Sequence[str]
 ) -> "tuple[Model, Any, jax.Array, jax.Array | None]":
     """Return the arguments of `explain_step`, from a run or for a fresh model."""
@@ -108,7 +108,8 @@ def load(
         accum=config.train.grad_accum_steps,
         mesh=workload.mesh,
     )
-    tokens, segments = batch.tokens_AxBxT1[0], batch.segments_AxBxT1
+    tokens = batch.tokens_AxBxT1[0]
+    segments = batch.segments_AxBxT1
     if arguments.sequences > len(tokens):
         raise UserError(
             f"sequences={arguments.sequences}: a micro-batch of this run has"
@@ -147,7 +148,7 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
-    explained = explain_step(*load(arguments, overrides))
+    explained = explain_step(*load_inputs(arguments, overrides))
     if arguments.out:
         # A broken pipe may end the process while it prints, so write before.
         write(out, explained)

@@ -96,10 +96,11 @@ def continue_run(
     for group, chooser in CHOSEN_BY.items():
         if chooser in chosen_groups:
             chosen_groups.append(group)
-    skipped_groups = {*NOT_CONTINUED, *chosen_groups}
-    groups_to_keep = {k: v for k, v in tree.items() if k not in skipped_groups}
     settings = {}
-    for key, value in flatten(groups_to_keep):
+    for key, value in flatten(tree):
+        group = key.partition(".")[0]
+        if group in NOT_CONTINUED or group in chosen_groups:
+            continue
         is_overridden = any(overlaps(key, other) for other in overrides)
         # A fork does not inherit the run's name.
         if not is_overridden and (is_same_run or key != RUN_NAME):
@@ -118,13 +119,7 @@ def continue_run(
     # it is named again.
     choices = []
     if "model" not in chosen_groups:
-        family = tree["model"]["family"]
-        if family not in families:
-            raise UserError(
-                f"resume={source} is a {family}, which is not known;"
-                f" {nearest(family, list(families))}"
-            )
-        choices.append(f"model={families[family]}")
+        choices.append(f"model={_preset_of_family(tree, families, source)}")
     for group, key in (("optimizer", "name"), ("data", "source")):
         choice = tree[group][key]
         if group not in chosen_groups and choice in groups[group]:
@@ -134,6 +129,19 @@ def continue_run(
     own_run_dir = [f"run_dir={typed_source}"] if is_same_run else []
     overrides_of_run = [*choices, *arguments, *own_run_dir]
     return CommandLine(overrides_of_run, settings, ignored=ignored)
+
+
+def _preset_of_family(
+    tree: Mapping[str, Any], families: Mapping[str, str], source: str
+) -> str:
+    """Return a choice of `model` with the keys of the run's family."""
+    family = tree["model"]["family"]
+    if family not in families:
+        raise UserError(
+            f"resume={source} is a {family}, which is not known;"
+            f" {nearest(family, list(families))}"
+        )
+    return families[family]
 
 
 def _refuse_contradictions(overrides: Mapping[str, str], source: str) -> None:

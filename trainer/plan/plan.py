@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -38,6 +39,8 @@ from trainer.step.xla_flags import gpu_options
 from trainer.workload import TrainTask, lower_step
 
 EXACT = 12  # unrolled layers that are compiled without extrapolation
+# A pattern whose second part has a digit, such as h.0.*, chooses layers by number.
+BLOCK_NUMBER = re.compile(r"[^.]*\.[^.]*\d")
 # With fewer layers the peak can be in the head or the optimizer. With a smaller
 # difference the gaps of memory would be multiplied.
 DEPTHS = (6, 12)
@@ -144,8 +147,7 @@ def is_extrapolated(
         *(policy.backward_e4m3 or ()),
         *trainable,
     )
-    blocks = [part for pattern in patterns for part in pattern.split(".")[1:2]]
-    if any(c.isdigit() for block in blocks for c in block):
+    if any(BLOCK_NUMBER.match(pattern) for pattern in patterns):
         return False
     return not (exact or spec.scan_layers or spec.n_layer <= EXACT)
 
@@ -368,7 +370,8 @@ class StepPlan(NamedTuple):
         """Return the number of kernels more (or fewer) than in bf16, by kind."""
         if self.bf16 is None:
             return {}
-        kernels, baseline = self.measured.group("kernels"), self.bf16.group("kernels")
+        kernels = self.measured.group("kernels")
+        baseline = self.bf16.group("kernels")
         return {
             kind: round(kernels.get(kind, 0) - baseline.get(kind, 0))
             for kind in dict.fromkeys([*kernels, *baseline])
@@ -415,6 +418,41 @@ class StepPlan(NamedTuple):
         }
 
 
+def first_plan(
+    task: TrainTask,
+    hardware: Hardware,
+    measured: Measured,
+    sequences: int,
+    accum: int,
+    extrapolated: bool,
+) -> StepPlan:
+    """Return the plan of a measured step, without comparison and search."""
+    spec, policy = task.model.spec, task.model.policy
+    tokens = sequences * spec.context
+    return StepPlan(
+        hardware=hardware,
+        spec=spec,
+        parameters=task.parameters,
+        fsdp=task.mesh.shape["fsdp"],
+        flops_per_token=task.flops_per_token,
+        sequences=sequences,
+        tokens=tokens * hardware.gpus * accum,
+        compute=policy.compute,
+        measured=measured,
+        bf16=None,
+        is_extrapolated=extrapolated,
+        layers=not_fp8(
+            measured.model,
+            measured.compiled.program,
+            tokens,
+            Gpu(hardware.target.device, hardware.target.capability),
+            task.frozen_layers,
+            task.mesh.shape["tensor"],
+        ),
+        largest=None,
+    )
+
+
 def plan_step(
     task: TrainTask,
     batches: Batches,
@@ -446,7 +484,6 @@ def plan_step(
     """
     model = task.model
     extrapolated = is_extrapolated(model.spec, model.policy, exact, task.trainable)
-    gpu = Gpu(hardware.target.device, hardware.target.capability)
     with (
         no_compilation_cache(),
         ThreadPoolExecutor(2) as pool,
@@ -472,30 +509,7 @@ def plan_step(
             return measured
 
         measured = measure_and_log(task, sequences, "the step")
-        tokens = sequences * model.spec.context
-        program = measured.compiled.program
-        plan = StepPlan(
-            hardware=hardware,
-            spec=model.spec,
-            parameters=task.parameters,
-            fsdp=task.mesh.shape["fsdp"],
-            flops_per_token=task.flops_per_token,
-            sequences=sequences,
-            tokens=tokens * hardware.gpus * accum,
-            compute=model.policy.compute,
-            measured=measured,
-            bf16=None,
-            is_extrapolated=extrapolated,
-            layers=not_fp8(
-                measured.model,
-                program,
-                tokens,
-                gpu,
-                task.frozen_layers,
-                task.mesh.shape["tensor"],
-            ),
-            largest=None,
-        )
+        plan = first_plan(task, hardware, measured, sequences, accum, extrapolated)
         on_first_plan(plan)
         if bf16 is not None and plan.fits:
             compared = measure_and_log(bf16, sequences, "the same in bf16, to compare")
