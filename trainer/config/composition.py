@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -66,7 +66,7 @@ def explain_hydra_errors(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, arguments)) from None
+        raise UserError(describe_hydra_error(error, arguments)) from None
 
 
 def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
@@ -191,10 +191,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     flags = [argument for argument in long if argument not in overrides]
     groups = choices_of_groups()
     families = choice_of_each_family()
-    for argument in overrides:
-        key, _, value = argument.partition("=")
-        if key in groups and NOT_A_CHOICE.fullmatch(value):
-            raise UserError(f"{argument}: expected one of {', '.join(groups[key])}")
+    refuse_non_choices(overrides, groups)
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
@@ -207,6 +204,16 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
         path = Path(files[0].partition("=")[2])
         line = settings_of_file(path, overrides, groups, families)
     return line._replace(overrides=[*flags, *line.overrides])
+
+
+def refuse_non_choices(
+    overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise UserError for a group whose value Hydra does not read as a name."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in groups and NOT_A_CHOICE.fullmatch(value):
+            raise UserError(f"{override}: expected one of {', '.join(groups[key])}")
 
 
 def choices_of_groups() -> dict[str, list[str]]:
@@ -288,6 +295,7 @@ class Sweep(NamedTuple):
 
         `line`: as in `build_config`.
         """
+        groups = choices_of_groups()
         messages: dict[str, str] = {}
         for number, arguments in enumerate(self.jobs):
             overrides = [
@@ -296,6 +304,7 @@ class Sweep(NamedTuple):
                 if not key_of(argument).startswith(("hydra.", "hydra/"))
             ]
             try:
+                refuse_non_choices(overrides, groups)
                 with explain_hydra_errors(arguments):
                     build_config(compose_tree(overrides), line)
             except UserError as error:
@@ -339,7 +348,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     return long
 
 
-def explain(error: Exception, argv: Sequence[str]) -> str:
+def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     """Return Hydra's or OmegaConf's message in one line, with the nearest valid key for
     a wrong one.
     """

@@ -320,6 +320,8 @@ def test_a_sweep_knows_its_jobs_and_the_faults_of_each():
     (problem,) = sweep_of("seed=0,1", "optimizer=adamw,adamm").problems(nothing)
     assert problem.startswith("job 1: ")
     assert "adamm" in problem
+    (problem,) = sweep_of("data=embedded,null").problems(nothing)
+    assert problem.startswith("job 1: data=null: expected one of embedded, hf, mix")
 
 
 def test_a_signal_stops_the_sweep_not_one_job_of_it(tmp_path, monkeypatch):
