@@ -64,7 +64,7 @@ def build_model(
     `rows`: see `Model`. `custom_model` replaces the layers that `config` describes.
     """
     if config.vocab_size is not None and config.vocab_size < vocab_size:
-        is_inherited = config.name == inherited.NAME
+        is_inherited = config.name == inherited.FROM_INIT
         origin = ", the vocabulary of the weights," if is_inherited else ""
         valid = f"valid: {vocab_size} or more, or null for the tokenizer's; or"
         if is_inherited:

@@ -226,7 +226,7 @@ def memory_lines(plan: "StepPlan") -> list[str]:
         " JAX takes)"
     ]
     if not plan.fits:
-        lines.append(f"  to try: {', '.join(plan.smaller)}")
+        lines.append(f"  to try: {', '.join(plan.keys_to_try)}")
     for kind, size in plan.measured.group("memory").items():
         if size:
             lines.append(f"  {kind:<12} {size / GIB:8.2f} GiB")

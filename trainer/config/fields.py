@@ -143,8 +143,8 @@ def converted(hint: Any, value: Any, path: str) -> Any:
     """
     variants = _variants(hint)
     if variants is not None:
-        return _variant(variants, value, path)
-    result = _in_type(hint, value, path)
+        return _chosen_variant(variants, value, path)
+    result = _in_type_of(hint, value, path)
     check(hint, result, path)
     return result
 
@@ -162,18 +162,18 @@ def _check_text(value: str, path: str) -> None:
         )
 
 
-def _in_type(hint: Any, value: Any, path: str) -> Any:
+def _in_type_of(hint: Any, value: Any, path: str) -> Any:
     """Return a value converted to the type of its annotation."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_tree(typing.cast(type, hint), value, path)
     if origin is Annotated:
-        return _in_type(args[0], value, path)
+        return _in_type_of(args[0], value, path)
     if origin in (types.UnionType, typing.Union):  # X | None
         if value is None:
             return None
-        return _in_type(args[0], value, path)
+        return _in_type_of(args[0], value, path)
     if origin is Literal:
         # YAML reads the choice `true` as a boolean.
         word = str(value).lower()
@@ -219,7 +219,7 @@ def check_groups(cls: type, tree: Mapping[str, Any]) -> None:
             raise UserError(f"{key}={as_typed(tree[key])}: expected a group of keys")
 
 
-def _variant(variants: Variants, value: Any, path: str) -> Any:
+def _chosen_variant(variants: Variants, value: Any, path: str) -> Any:
     """Return the mapping as the variant that its key names."""
     name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
     if not isinstance(name, str) or name not in variants.classes:

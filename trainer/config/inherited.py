@@ -14,14 +14,14 @@ from trainer.models.registry import SPECS, family_name_of
 from trainer.models.weight_files import check_sizes, config_beside
 from trainer.text import nearest
 
-NAME = "from_init"
+FROM_INIT = "from_init"
 # Reading unexpected values raises these.
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
+READ_ERRORS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 def needs_architecture(model: Any) -> bool:
     """Return whether a composed `model` is `from_init` and still lacks sizes."""
-    if not isinstance(model, dict) or model.get("name") != NAME:
+    if not isinstance(model, dict) or model.get("name") != FROM_INIT:
         return False
     family = model.get("family")
     if family not in SPECS:
@@ -99,7 +99,7 @@ def architecture_of_run(run_dir: Path) -> dict[str, Any]:
         family = model["family"]
         keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
-    except DAMAGED as error:
+    except READ_ERRORS as error:
         raise UserError(
             f"{file} is damaged: it does not name the model; choose the model by name"
         ) from error
@@ -125,7 +125,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
         architecture = SPECS[name].keys_of_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except DAMAGED as error:
+    except READ_ERRORS as error:
         raise UserError(
             f"{file} does not contain the sizes of a model ({error}); choose the model"
             " by name"

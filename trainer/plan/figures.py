@@ -12,7 +12,7 @@ from trainer.plan.aot import Compiled
 from trainer.plan.budget import memory_of
 from trainer.plan.targets import Target
 
-# by group and key, such as ("kernels", "reduce")
+# Figures by group and key, such as ("kernels", "reduce").
 Figures = dict[tuple[str, ...], float]
 
 
@@ -105,7 +105,8 @@ def figures_of(
     compiled: Compiled, hardware: Hardware, tokens: int, padded_vocab: int
 ) -> Figures:
     """Return the figures that are linear in the number of layers."""
-    program, out = compiled.program, defaultdict[tuple[str, ...], float](float)
+    program = compiled.program
+    out: Figures = defaultdict(float)
     for kind, size in memory_of(compiled, tokens, padded_vocab).items():
         out["memory", kind] = size
     for gemm in program.gemms:

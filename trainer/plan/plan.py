@@ -1,8 +1,8 @@
 """The plan of a configuration's compiled train step on a described target.
 
 All figures are per device. The need of a deep model is linear in its layers, which are
-all alike. So past `EXACT` unrolled layers the step is compiled at the two `DEPTHS` and
-extrapolated, and the plan says so.
+all alike. So past `MAX_EXACT_LAYERS` unrolled layers the step is compiled at the two
+`DEPTHS` and extrapolated, and the plan says so.
 
 Legend: B sequences of a device's micro-batch, T tokens of each, N = B*T.
 """
@@ -38,15 +38,15 @@ from trainer.step.step import Tokens
 from trainer.step.xla_flags import gpu_options
 from trainer.workload import TrainTask, lower_step
 
-EXACT = 12  # unrolled layers that are compiled without extrapolation
+MAX_EXACT_LAYERS = 12  # unrolled layers that are compiled without extrapolation
 # A pattern whose second part has a digit, such as h.0.*, chooses layers by number.
 BLOCK_NUMBER = re.compile(r"[^.]*\.[^.]*\d")
 # With fewer layers the peak can be in the head or the optimizer. With a smaller
 # difference the gaps of memory would be multiplied.
 DEPTHS = (6, 12)
-PATIENCE = 60  # seconds between messages about a compilation
+LOG_SECONDS = 60  # seconds between messages about a compilation
 TRIES = 12  # measurements at most, in search of the largest micro-batch
-# relative precision of the search with extrapolated figures, which are not exact
+# Relative precision of the search with extrapolated figures, which are not exact.
 SLACK = 0.05
 
 
@@ -85,7 +85,7 @@ class Measured(NamedTuple):
         return round(sum(self.group("memory").values()))
 
     @property
-    def constant(self) -> float:
+    def constant_bytes(self) -> float:
         """Bytes per device that do not depend on the batch."""
         memory = self.group("memory")
         kinds = ("weights", "optimizer", "FP8 weights", "gradients")
@@ -149,7 +149,7 @@ def is_extrapolated(
     )
     if any(BLOCK_NUMBER.match(pattern) for pattern in patterns):
         return False
-    return not (exact or spec.scan_layers or spec.n_layer <= EXACT)
+    return not (exact or spec.scan_layers or spec.n_layer <= MAX_EXACT_LAYERS)
 
 
 def measure(
@@ -189,7 +189,7 @@ def measure(
     running = [submit(model) for model in reversed(models)][::-1]
 
     minutes = 0
-    while wait_for(running, PATIENCE).not_done:
+    while wait_for(running, LOG_SECONDS).not_done:
         minutes += 1
         log(f"  still compiling after {minutes} min")
     programs = [part.result() for part in running]
@@ -303,7 +303,7 @@ class StepPlan(NamedTuple):
         return self.measured.peak <= self.hardware.usable
 
     @property
-    def smaller(self) -> list[str]:
+    def keys_to_try(self) -> list[str]:
         """Return the keys that lower the memory of a device and are not set yet."""
         keys = []
         if self.sequences > 1:
@@ -524,6 +524,6 @@ def plan_step(
 
         slack = SLACK if extrapolated else 0.0
         largest = largest_that_fits(
-            need, sequences, hardware.usable, measured.constant, slack
+            need, sequences, hardware.usable, measured.constant_bytes, slack
         )
     return plan._replace(largest=largest)
