@@ -191,7 +191,6 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     flags = [argument for argument in long if argument not in overrides]
     groups = choices_of_groups()
     families = choice_of_each_family()
-    refuse_non_choices(overrides, groups)
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
@@ -203,6 +202,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     if files:
         path = Path(files[0].partition("=")[2])
         line = settings_of_file(path, overrides, groups, families)
+    refuse_non_choices(line.overrides, groups)
     return line._replace(overrides=[*flags, *line.overrides])
 
 

@@ -17,7 +17,7 @@ from trainer.config.resume import CommandLine, overlaps, set_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import path_of, read_mapping
-from trainer.text import key_of, nearest
+from trainer.text import as_typed, key_of, nearest
 
 # A key of a group may name its choice, as in `data: {source: text}`. The first of these
 # whose value is a choice counts.
@@ -110,9 +110,10 @@ def _choice(path: Path, group: str, value: Any, valid: Sequence[str]) -> str:
 
     In other text Hydra would resolve interpolations, or follow a path to another file.
     """
-    if not re.fullmatch(r"\w+", str(value)):
+    choice = as_typed(value)
+    if not re.fullmatch(r"\w+", choice):
         raise UserError(
-            f"config={path}: {group}: {str(value)[:100]!r} is not a choice;"
-            f" {nearest(str(value), list(valid))}"
+            f"config={path}: {group}={choice[:100]} is not a choice;"
+            f" {nearest(choice, list(valid))}"
         )
-    return str(value)
+    return choice

@@ -38,6 +38,8 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
         ("[1, 2]", "my.yaml"),
         ("seed: '${model.lr}'", "seed=${model.lr}: expected a whole"),
         ("train:\n", "train"),
+        ("data: 5", "data=5: expected one of embedded, hf"),
+        ("optimizer: true", "optimizer=true: expected one of adafactor"),
         ("optimizer: {name: [adamw]}", "optimizer"),
     ],
 )
