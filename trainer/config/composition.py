@@ -354,27 +354,7 @@ def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     """
     text = " ".join(str(error).split("Config search path:")[0].split())
     if "override_grammar" in text:
-        text = text.split(" See https://")[0]
-        for argument in argv:
-            if (
-                key_of(argument) in PATTERN_KEYS
-                and (listed := without_braces(argument)) != argument
-            ):
-                return (
-                    f"{argument}: braces are not understood in a pattern; list the"
-                    f" patterns: {listed}"
-                )
-        for argument in filter(_is_unreadable, argv):
-            key, _, value = " ".join(argument.split()).partition("=")
-            if "'" not in value and not value.startswith("["):
-                return (
-                    f"{key}={value}: characters such as = ( ) {{ }} : , in a value need"
-                    f" quotes within quotes: \"{key}='{value}'\""
-                )
-        return (
-            f"{text}: cannot be read; unusual characters need quotes within quotes:"
-            " \"data.paths=['a (1).txt']\""
-        )
+        return _describe_unreadable(text.split(" See https://")[0], argv)
     wrong_choice = re.search(r"Could not find '([^']+)/([^/']+)'", text)
     if wrong_choice and Path(CONFIGS, wrong_choice[1]).is_dir():
         return describe_wrong_choice(*wrong_choice.groups())
@@ -389,6 +369,28 @@ def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     ]
     valid = OmegaConf.to_container(compose_tree(choices))
     return describe_wrong_key(wrong_key[1], valid)
+
+
+def _describe_unreadable(text: str, argv: Sequence[str]) -> str:
+    """Return the message for arguments that Hydra's grammar refuses with `text`."""
+    for argument in argv:
+        listed = without_braces(argument)
+        if key_of(argument) in PATTERN_KEYS and listed != argument:
+            return (
+                f"{argument}: braces are not understood in a pattern; list the"
+                f" patterns: {listed}"
+            )
+    for argument in filter(_is_unreadable, argv):
+        key, _, value = " ".join(argument.split()).partition("=")
+        if "'" not in value and not value.startswith("["):
+            return (
+                f"{key}={value}: characters such as = ( ) {{ }} : , in a value need"
+                f" quotes within quotes: \"{key}='{value}'\""
+            )
+    return (
+        f"{text}: cannot be read; unusual characters need quotes within quotes:"
+        " \"data.paths=['a (1).txt']\""
+    )
 
 
 def _is_unreadable(argument: str) -> bool:
