@@ -30,6 +30,7 @@ from trainer.text import show
 
 if TYPE_CHECKING:
     from trainer.assembly.evaluation import PrecisionResult
+    from trainer.tasks.offline import Score
 
 
 @dataclass(frozen=True)
@@ -181,17 +182,7 @@ def print_tasks(
     for name, scores in evaluate_tasks(
         workload, restored.state, policies, tasks, args.batch
     ):
-        rows: dict[str, dict[str, Any]] = {}
-        for task_name, metrics in scores.items():
-            rows[task_name] = {}
-            for metric, score in metrics.items():
-                error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
-                show(
-                    f"{name:<32} {task_name:<24} {metric:<20} {score.value:>10.4f}"
-                    f"{error}",
-                )
-                rows[task_name][metric] = finite(score._asdict())
-        results.append({"precision": name, "tasks": rows})
+        results.append({"precision": name, "tasks": show_scores(name, scores)})
     folder = run_dir / "tasks"
     files = [
         write_for_harness(name, items, folder) for name, items in tasks.items.items()
@@ -207,6 +198,20 @@ def print_tasks(
     show(f"all digits: {path}")
     if files:
         show(harness_command(files))
+
+
+def show_scores(
+    precision: str, scores: "Mapping[str, Mapping[str, Score]]"
+) -> dict[str, dict[str, Any]]:
+    """Print a line for each metric of each task, and return the scores for JSON."""
+    rows: dict[str, dict[str, Any]] = {}
+    for task, metrics in scores.items():
+        rows[task] = {}
+        for metric, score in metrics.items():
+            error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
+            show(f"{precision:<32} {task:<24} {metric:<20} {score.value:>10.4f}{error}")
+            rows[task][metric] = finite(score._asdict())
+    return rows
 
 
 def harness_command(files: Sequence[Path]) -> str:
