@@ -193,7 +193,7 @@ def lines_of(plan: "StepPlan") -> list[str]:
     hardware, spec = plan.hardware, plan.spec
     hosts = "1 host" if hardware.hosts == 1 else f"{hardware.hosts} hosts"
     lines = [
-        f"{plan.parameters:,} parameters, {spec.n_layer} layers of width"
+        f"{plan.task.parameters:,} parameters, {spec.n_layer} layers of width"
         f" {spec.d_model}, vocabulary {spec.vocab_size:,};"
         f" {hardware.gpus} x {hardware.target.device} on {hosts};"
         f" {plan.sequences} sequences of {spec.context} a device and micro-batch,"
@@ -204,14 +204,15 @@ def lines_of(plan: "StepPlan") -> list[str]:
             f"extrapolated from {list(DEPTHS)} layers; exact=yes compiles all of them"
         )
     mfu = plan.mfu_of(plan.roofline_seconds)
+    compute = plan.task.model.policy.compute
     return [
         *lines,
         *memory_lines(plan),
         *kernel_lines(plan),
-        f"{plan.flops_per_token:.3e} FLOPs a token; roofline"
+        f"{plan.task.flops_per_token:.3e} FLOPs a token; roofline"
         f" {1e3 * plan.roofline_seconds:.1f} ms a step,"
         f" {plan.tokens / plan.roofline_seconds:,.0f} tokens/s, MFU"
-        f" {mfu:.1%} of the peak in {plan.compute}{explain_mfu(mfu)}",
+        f" {mfu:.1%} of the peak in {compute}{explain_mfu(mfu)}",
     ]
 
 

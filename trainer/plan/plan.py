@@ -267,39 +267,42 @@ class StepPlan(NamedTuple):
 
     Attributes:
       hardware: the GPUs and hosts.
-      spec: the model's architecture.
-      parameters: of the model, over all devices.
-      fsdp: number of devices that the state is split over.
+      task: the task that is planned.
       sequences: B.
-      tokens: tokens per step, over all devices and micro-batches.
-      compute: the compute dtype.
+      accum: number of micro-batches.
       measured: the step.
       bf16: the same step in the precision `bf16`; None: not asked for, or the step
         itself does not fit.
       is_extrapolated: whether figures are extrapolated from two depths.
-      flops_per_token: of the training step, see `flops`.
       layers: linear layers that are not FP8.
       largest: the largest B that fits, to `SLACK` where figures are extrapolated; None:
           not searched.
     """
 
     hardware: Hardware
-    spec: Spec
-    parameters: int
-    fsdp: int
+    task: TrainTask
     sequences: int
-    tokens: int
-    compute: str
+    accum: int
     measured: Measured
     bf16: Measured | None
     is_extrapolated: bool
-    flops_per_token: int
     layers: list[Layer]
     largest: BatchSizeBounds | None
 
     @property
+    def spec(self) -> Spec:
+        """The model's architecture."""
+        return self.task.model.spec
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step, over all devices and micro-batches."""
+        per_device = self.sequences * self.spec.context
+        return per_device * self.hardware.gpus * self.accum
+
+    @property
     def fits(self) -> bool:
-        """Return whether the step fits in the memory that JAX may use."""
+        """Whether the step fits in the memory that JAX may use."""
         return self.measured.peak <= self.hardware.usable
 
     @property
@@ -310,10 +313,11 @@ class StepPlan(NamedTuple):
             keys.append("micro_batch=1")
         if self.spec.remat != "block":
             keys.append("model.remat=block")
-        can_scan = self.measured.model.policy.wide_ends is None
-        if self.fsdp > 1 and not self.spec.scan_layers and can_scan:
+        can_scan = self.task.model.policy.wide_ends is None
+        fsdp = self.task.mesh.shape["fsdp"]
+        if fsdp > 1 and not self.spec.scan_layers and can_scan:
             keys.append("model.scan_layers=true")  # with remat: gathered by layer
-        if self.fsdp == 1 and self.hardware.gpus > 1:
+        if fsdp == 1 and self.hardware.gpus > 1:
             keys.append("parallel=fsdp")
         keys.append("more gpus= with parallel=fsdp")
         return keys
@@ -352,12 +356,12 @@ class StepPlan(NamedTuple):
 
     def mfu_of(self, seconds: float) -> float:
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
-        width: Any = jnp.float32 if self.compute == "fp32" else jnp.bfloat16
+        is_fp32 = self.task.model.policy.compute == "fp32"
+        width: Any = jnp.float32 if is_fp32 else jnp.bfloat16
         peak = peak_flops(self.hardware.target.device, width)
         assert peak is not None
-        return mfu(
-            self.tokens / seconds, self.flops_per_token, peak, self.hardware.gpus
-        )
+        flops_per_token = self.task.flops_per_token
+        return mfu(self.tokens / seconds, flops_per_token, peak, self.hardware.gpus)
 
     @property
     def predicted_ratio(self) -> float | None:
@@ -391,7 +395,7 @@ class StepPlan(NamedTuple):
             "attentions": m.counts("attentions"),
             "fp8_flop_share": self.fp8_flop_share,
             "not_fp8": {layer.path: layer.reason for layer in self.layers},
-            "flops_per_token": self.flops_per_token,
+            "flops_per_token": self.task.flops_per_token,
             "kernels": m.kernels,
             "kernels_by_kind": m.counts("kernels"),
             "bytes_by_kind": m.counts("bytes"),
@@ -416,41 +420,6 @@ class StepPlan(NamedTuple):
             ),
             "continued_from_layers": list(DEPTHS) if self.is_extrapolated else None,
         }
-
-
-def first_plan(
-    task: TrainTask,
-    hardware: Hardware,
-    measured: Measured,
-    sequences: int,
-    accum: int,
-    extrapolated: bool,
-) -> StepPlan:
-    """Return the plan of a measured step, without comparison and search."""
-    spec, policy = task.model.spec, task.model.policy
-    tokens = sequences * spec.context
-    return StepPlan(
-        hardware=hardware,
-        spec=spec,
-        parameters=task.parameters,
-        fsdp=task.mesh.shape["fsdp"],
-        flops_per_token=task.flops_per_token,
-        sequences=sequences,
-        tokens=tokens * hardware.gpus * accum,
-        compute=policy.compute,
-        measured=measured,
-        bf16=None,
-        is_extrapolated=extrapolated,
-        layers=not_fp8(
-            measured.model,
-            measured.compiled.program,
-            tokens,
-            Gpu(hardware.target.device, hardware.target.capability),
-            task.frozen_layers,
-            task.mesh.shape["tensor"],
-        ),
-        largest=None,
-    )
 
 
 def plan_step(
@@ -509,7 +478,25 @@ def plan_step(
             return measured
 
         measured = measure_and_log(task, sequences, "the step")
-        plan = first_plan(task, hardware, measured, sequences, accum, extrapolated)
+        layers = not_fp8(
+            measured.model,
+            measured.compiled.program,
+            sequences * model.spec.context,
+            Gpu(hardware.target.device, hardware.target.capability),
+            task.frozen_layers,
+            task.mesh.shape["tensor"],
+        )
+        plan = StepPlan(
+            hardware,
+            task,
+            sequences,
+            accum,
+            measured,
+            bf16=None,
+            is_extrapolated=extrapolated,
+            layers=layers,
+            largest=None,
+        )
         on_first_plan(plan)
         if bf16 is not None and plan.fits:
             compared = measure_and_log(bf16, sequences, "the same in bf16, to compare")
