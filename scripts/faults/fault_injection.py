@@ -28,7 +28,7 @@ from scripts.faults.victim import (
     wait_for_work,
 )
 from trainer.errors import UserError
-from trainer.run.shutdown import HUNG
+from trainer.run.shutdown import HUNG_EXIT_CODE
 from trainer.text import nearest
 
 VALIDATIONS = 100  # steps between two validations
@@ -155,7 +155,7 @@ def starve(run: Victim) -> str:
     kill(run)
     (run.folder / f"{run.name}.json.hung").unlink(missing_ok=True)
     run.start("watchdog.hang_seconds=8", hang=last_step(run.run_dir) + 5)
-    return ended_after(run, HUNG)
+    return ended_after(run, HUNG_EXIT_CODE)
 
 
 def freeze(run: Victim) -> str:

@@ -56,26 +56,30 @@ def build_model(
     config: schema.ModelConfig,
     policy: Policy,
     vocab_size: int,
-    rows: int | None = None,
+    matmul_rows: int | None = None,
     custom_model: MakeModel | None = None,
 ) -> Model:
     """Build the model for a tokenizer of `vocab_size` ids.
 
-    `rows`: see `Model`. `custom_model` replaces the layers that `config` describes.
+    `matmul_rows`: `Model.rows`. `custom_model` replaces the layers that `config`
+    describes.
     """
     if config.vocab_size is not None and config.vocab_size < vocab_size:
-        is_inherited = config.name == inherited.FROM_INIT
-        origin = ", the vocabulary of the weights," if is_inherited else ""
-        valid = f"valid: {vocab_size} or more, or null for the tokenizer's; or"
-        if is_inherited:
-            valid = "choose the tokenizer of the weights by data.tokenizer, or"
+        if config.name == inherited.FROM_INIT:
+            raise UserError(
+                f"model.vocab_size={config.vocab_size}, the vocabulary of the weights,"
+                f" is smaller than the tokenizer's {vocab_size} ids; choose the"
+                " tokenizer of the weights by data.tokenizer, or keep this one and set"
+                " init.embeddings=focus, mean, gaussian or copy"
+            )
         raise UserError(
-            f"model.vocab_size={config.vocab_size}{origin} is smaller than the"
-            f" tokenizer's {vocab_size} ids; {valid}, for weights of another tokenizer,"
+            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's"
+            f" {vocab_size} ids; valid: {vocab_size} or more, or null for the"
+            " tokenizer's; or, for weights of another tokenizer,"
             " init.embeddings=focus, mean, gaussian or copy"
         )
     if custom_model is None:
-        return Model.make(config.spec(vocab_size), policy, rows)
+        return Model.make(config.spec(vocab_size), policy, matmul_rows)
     spec = custom_spec(
         custom_model,
         vocab_size=config.vocab_size or vocab_size,
@@ -83,7 +87,7 @@ def build_model(
         # The presets of all families have this key; those of custom models may not.
         keep_fp8_weights=getattr(config, "keep_fp8_weights", True),
     )
-    return Model.make(spec, policy, rows)
+    return Model.make(spec, policy, matmul_rows)
 
 
 def build_task(
@@ -120,8 +124,8 @@ def check_task(task: TrainTask) -> None:
     """
     check_split(task.model, task.mesh)
     device = task.mesh.devices.flat[0]
-    is_described = device not in jax.devices()
-    check_attention_device(device, task.model.policy, is_described=is_described)
+    is_plan_target = device not in jax.devices()
+    check_attention_device(device, task.model.policy, is_described=is_plan_target)
     try:
         _ = task.trained_roles  # raises for a name that matches no parameter
     except UserError as error:
@@ -418,11 +422,11 @@ def build_watchdog(
     """
     loss_scale_skips = METHODS[scaling].loss_scale_skips
     bounds = Bounds(
-        c.max_skips + loss_scale_skips,
-        c.spike_zscore,
-        c.spike_window,
-        c.spike_steps,
-        c.max_rollbacks,
-        loss_scale_skips,
+        max_skips=c.max_skips + loss_scale_skips,
+        spike_zscore=c.spike_zscore,
+        spike_window=c.spike_window,
+        spike_steps=c.spike_steps,
+        max_rollbacks=c.max_rollbacks,
+        loss_scale_skips=loss_scale_skips,
     )
     return Watchdog(bounds, leaves, state)

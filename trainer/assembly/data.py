@@ -1,4 +1,8 @@
-"""Build data loaders from the configuration."""
+"""Build data loaders from the configuration.
+
+`config.combinations.validate` has refused nulls where a source needs a value: the
+assertions say so to the type checker.
+"""
 
 import contextlib
 import dataclasses
@@ -41,10 +45,10 @@ def build_source(c: schema.Data) -> Source:
         case "python":
             return StandardLibrarySource()
         case "text":
-            assert c.column is not None  # by config.combinations.validate
+            assert c.column is not None
             return TextSource(c.paths, c.format, c.column, c.max_documents)
         case "hf":
-            assert c.name is not None  # by config.combinations.validate
+            assert c.name is not None
             assert c.column is not None
             assert c.split is not None
             return HubSource(
@@ -58,7 +62,7 @@ def build_source(c: schema.Data) -> Source:
                 max_tokens=c.max_tokens,
             )
         case "prepared":
-            assert c.prepared_dir is not None  # by config.combinations.validate
+            assert c.prepared_dir is not None
             return PreparedSource(Path(c.prepared_dir))
         case "mix":
             raise AssertionError("a mixture has several sources: open_mixture")
@@ -172,7 +176,7 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
     """Return the prepared directory of a source; prepare it if there is none."""
     if isinstance(source, PreparedSource):
         return check_prepared(source.directory, c.tokenizer)
-    assert c.cache_dir is not None  # by config.combinations.validate
+    assert c.cache_dir is not None
     assert c.val_fraction is not None
     with show_progress() as progress:
         return prepare(
@@ -188,7 +192,7 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
 def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
     """Open a mixture of prepared directories; prepare those sources that are text."""
     data = c.data
-    assert data.sources is not None  # by config.combinations.validate
+    assert data.sources is not None
     assert data.column is not None
     names = source_names(data.sources)
     stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)

@@ -58,7 +58,8 @@ def check_exportable(model: Model) -> None:
     policy, roles = model.policy, jax.tree.leaves(model.roles)
     narrow = [role for role in roles if model.is_narrow(role)]
     if not model.narrow:
-        problem = f"no matmul of this run is in FP8: {min(model.skipped.values())}"
+        reason = next(iter(model.skipped.values()))
+        problem = f"no matmul of this run is in FP8: {reason}"
     elif policy.simulate or policy.method.has_blocks:
         problem = (
             f"precision={{scaling: {policy.scaling}, forward: {policy.forward},"
@@ -133,6 +134,19 @@ def fp8_layers(model: Model, bound: Any) -> Iterator[tuple[str, Linear]]:
             yield name, module
 
 
+class InputScale:
+    """A matmul that records the static scale of its input."""
+
+    def __init__(self, dot: DotGeneral) -> None:
+        self.scale: Any = None
+        self._dot = dot
+
+    def __call__(self, lhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """Return the product."""
+        _, self.scale = get_data_scale(lhs)
+        return self._dot(lhs, *args, **kwargs)
+
+
 def propagated_scales(
     model: Model, params: Params, arguments: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
@@ -145,19 +159,12 @@ def propagated_scales(
     def record(
         params: Params, tokens: jax.Array, histories: Params | None = None
     ) -> dict[str, jax.Array]:
-        bound, scales = model.training.bind(params, histories), {}
-
-        def recorded(path: str, dot: DotGeneral) -> DotGeneral:
-            def product(lhs: jax.Array, *args: Any, **settings: Any) -> jax.Array:
-                _, scales[path] = get_data_scale(lhs)
-                return dot(lhs, *args, **settings)
-
-            return product
-
+        bound = model.training.bind(params, histories)
+        recorders = {}
         for path, layer in fp8_layers(model, bound):
-            layer.dot_general = recorded(path, layer.dot_general)
+            recorders[path] = layer.dot_general = InputScale(layer.dot_general)
         bound.hidden(tokens)
-        return scales
+        return {path: recorder.scale for path, recorder in recorders.items()}
 
     method = model.policy.method
     # so many sequences that FP8 matmuls take their rows

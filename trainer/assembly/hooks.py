@@ -22,9 +22,8 @@ class Hooks(NamedTuple):
       data: instead of the configuration's.
       tracker: beside the trackers of the configuration.
       callbacks: beside the built-in ones.
-      owns_process: whether the run may end the process, which nothing else uses.
-      remote_signal: returns the number of a signal that another process got for this
-        run; 0: none.
+      owns_process: see `Session`.
+      remote_signal: see `Session`.
     """
 
     make_model: MakeModel | None = None

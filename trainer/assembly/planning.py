@@ -29,8 +29,11 @@ def vocab_size(c: schema.Config) -> int:
     if c.model.vocab_size is not None:
         return c.model.vocab_size
     if c.data.source == "prepared":
-        return Manifest.load(Path(c.data.prepared_dir or "")).vocab_size
-    return get_tokenizer(c.data.tokenizer or "").vocab_size
+        # `config.combinations.validate` refuses nulls here.
+        assert c.data.prepared_dir is not None
+        return Manifest.load(Path(c.data.prepared_dir)).vocab_size
+    assert c.data.tokenizer is not None
+    return get_tokenizer(c.data.tokenizer).vocab_size
 
 
 def build_plan(

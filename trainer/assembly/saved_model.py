@@ -47,7 +47,7 @@ class SavedModel(NamedTuple):
       config: the run's configuration, in the phase of its step.
       precisions: names of the precisions of its phases up to that step.
       step: the checkpoint's step.
-      tokens: the number of tokens that the model was trained on.
+      trained_tokens: the number of tokens that the model was trained on.
       forked: the run and the step of which the run is a fork; None: it is no fork.
     """
 
@@ -58,7 +58,7 @@ class SavedModel(NamedTuple):
     config: schema.Config
     precisions: list[str]
     step: int
-    tokens: int
+    trained_tokens: int
     forked: Mapping[str, Any] | None
 
 

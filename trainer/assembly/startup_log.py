@@ -211,6 +211,6 @@ def describe_batch_change(
     effect = "are left out" if now > was else "are seen twice"
     return [
         f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
-        f" after step {step:,} the data go on at token {step * now:,}, not"
+        f" after step {step:,} the data continue at token {step * now:,}, not"
         f" {step * was:,}; the {step * abs(now - was):,} tokens between {effect}"
     ]

@@ -184,7 +184,7 @@ def model_card(model: "SavedModel", formats: str, reader: str) -> str:
 
     c, spec = model.config, model.spec
     steps = f"{model.step:,} steps"
-    if model.tokens == model.step * c.train.batch_tokens:
+    if model.trained_tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
     precisions = ", then ".join(f"`{name}`" for name in model.precisions)
     origin = ""
@@ -204,7 +204,7 @@ tags: [{c.model.family}]
 A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
 weights in {formats}.
 
-- Trained by scalify-trainer {__version__}: {steps}, {model.tokens:,} \
+- Trained by scalify-trainer {__version__}: {steps}, {model.trained_tokens:,} \
 tokens in all.
 {origin}\
 - Precision of the training: {precisions}; optimizer `{c.optimizer.name}`.

@@ -33,8 +33,10 @@ NEUTRAL_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 INTACT = "whole.json"  # size and time of each entry that was found intact
 
 
-def check_jax_settings() -> None:
-    """Raise UserError for JAX settings that change a run's numbers or disable jit."""
+def prepare_jax() -> None:
+    """Silence JAX's traceback about a missing GPU. Raise UserError for settings of JAX
+    that change a run's numbers or disable jit.
+    """
     for name, effect in (
         ("JAX_ENABLE_X64", "computes in FP64 what is FP32 here"),
         ("JAX_DISABLE_JIT", "compiles no step"),
@@ -44,6 +46,7 @@ def check_jax_settings() -> None:
                 f"{name}={os.environ.get(name, 'true')} {effect}, so a run would not be"
                 " the same; unset it"
             )
+    hide_missing_gpu()
 
 
 def numeric_settings() -> dict[str, str]:
@@ -59,12 +62,6 @@ def numeric_settings() -> dict[str, str]:
         "jaxlib": jax.lib.__version__,
         "XLA_FLAGS": " ".join(sorted(used)),
     } | {name: str(jax.config.values.get(name.lower())) for name in NUMERIC_SETTINGS}
-
-
-def prepare_jax() -> None:
-    """Check JAX's settings, and silence its traceback about a missing GPU."""
-    check_jax_settings()
-    hide_missing_gpu()
 
 
 def hide_missing_gpu() -> None:

@@ -112,7 +112,7 @@ FIELDS: dict[str, Any] = {
     "model": dict,
     "precision": Policy,
     "trainable": STRINGS,
-    # tokens that a linear layer takes at once; see `Model.rows`
+    # tokens that a matmul of a linear layer takes at once; see `Model.rows`
     "rows": Positive | None,
     "data": str,
     "data_content": str | None,

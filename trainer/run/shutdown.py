@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from trainer.files import no_follow, saved_steps
 
-HUNG = 4  # exit code
+HUNG_EXIT_CODE = 4
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOTHING_TRAINED = "interrupted before the first step; nothing was trained"
 POLL = 0.25  # seconds between two checks of the timeouts
@@ -184,7 +184,9 @@ class Guard:
                     f" run was still {self._doing}",
                 )
             if self.timeouts.hang and idle > self.timeouts.hang:
-                self._end(HUNG, f"no progress for {idle:.0f} s, {self._doing}")
+                self._end(
+                    HUNG_EXIT_CODE, f"no progress for {idle:.0f} s, {self._doing}"
+                )
             if self.timeouts.stall and idle > self.timeouts.stall and not self._stalled:
                 _tell(
                     self._report,
@@ -260,6 +262,6 @@ def leave_within(seconds: float, error: BaseException) -> None:
             f"{why}; the process did not exit within {seconds:g} s of this error;"
             " re-run the same command to resume"
         )
-        os._exit(HUNG)
+        os._exit(HUNG_EXIT_CODE)
 
     threading.Thread(target=end, name="leave", daemon=True).start()

@@ -10,9 +10,8 @@ not finite although its operands are.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.run.metadata import WatchdogState
@@ -69,7 +68,7 @@ class Watchdog(WatchdogState):
         self.bounds = bounds
         self.leaves = leaves
         self.rollback_reason: str | None = None
-        self._losses: deque[float] = deque(self.losses, maxlen=bounds.spike_window)
+        self.losses = tuple(self.losses)[-bounds.spike_window :]
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); return an
@@ -82,7 +81,8 @@ class Watchdog(WatchdogState):
         score = self._score(metrics["loss"])
         if score > self.bounds.spike_zscore > 0:
             return self._spike(step, metrics["loss"], score)
-        self._losses.append(metrics["loss"])
+        losses = (*self.losses, metrics["loss"])
+        self.losses = losses[-self.bounds.spike_window :]
         self.spikes, self.suspect_since = 0, None
         return None
 
@@ -110,7 +110,7 @@ class Watchdog(WatchdogState):
         self.suspect_since = self.suspect_since or step
         details = (
             f"loss {loss:.4g}, {score:.1f} standard deviations above the mean of the"
-            f" {len(self._losses)} before"
+            f" {len(self.losses)} before"
         )
         if self.spikes >= self.bounds.spike_steps:
             self.rollback_reason = (
@@ -128,12 +128,11 @@ class Watchdog(WatchdogState):
         """Return the standard deviations above the mean of the window; 0 until it
         is full.
         """
-        if len(self._losses) < self.bounds.spike_window:
+        losses = self.losses
+        if len(losses) < self.bounds.spike_window:
             return 0.0
-        mean = math.fsum(self._losses) / len(self._losses)
-        deviation = math.sqrt(
-            math.fsum((x - mean) ** 2 for x in self._losses) / len(self._losses)
-        )
+        mean = math.fsum(losses) / len(losses)
+        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / len(losses))
         return (loss - mean) / max(deviation, MIN_STANDARD_DEVIATION)
 
     def check_state(self, step: int, nonfinite: str | None) -> None:
@@ -185,7 +184,7 @@ class Watchdog(WatchdogState):
 
     def restart_spike_window(self) -> None:
         """Forget earlier losses, so that spikes are measured by those from now on."""
-        self._losses.clear()
+        self.losses = ()
         self.rollback_reason, self.suspect_since = None, None
         self.spikes = 0
 
@@ -195,5 +194,4 @@ class Watchdog(WatchdogState):
 
     def state(self) -> dict[str, Any]:
         """Return JSON values for a checkpoint, with which a resumed run continues."""
-        self.losses = tuple(self._losses)
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)

@@ -76,7 +76,7 @@ def test_the_same_weights_are_validated_in_each_precision(run_dir, capsys):
 
 def test_a_precision_that_overflows_is_a_result(run_dir, capsys, monkeypatch):
     losses = iter([[2.0, 2.0], [float("inf"), float("nan")]])
-    monkeypatch.setattr(evaluation, "losses", lambda *_: next(losses))
+    monkeypatch.setattr(evaluation, "batch_losses", lambda *_: next(losses))
     main(Arguments(str(run_dir), "bf16", batches=2))
     as_trained, other = results_of(run_dir)
     assert as_trained["loss"] == 2.0

@@ -26,8 +26,14 @@ def test_a_changed_schedule_is_told_by_its_learning_rates():
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        (4096, "go on at token 81,920, not 40,960; the 40,960 tokens between are left"),
-        (1024, "go on at token 20,480, not 40,960; the 20,480 tokens between are seen"),
+        (
+            4096,
+            "continue at token 81,920, not 40,960; the 40,960 tokens between are left",
+        ),
+        (
+            1024,
+            "continue at token 20,480, not 40,960; the 20,480 tokens between are seen",
+        ),
     ],
 )
 def test_another_batch_size_says_which_data_come_next(tokens, says):

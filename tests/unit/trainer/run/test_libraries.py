@@ -27,7 +27,7 @@ def settings():
 
 @pytest.mark.parametrize("name", ["jax_enable_x64", "jax_disable_jit"])
 def test_settings_of_jax_that_change_a_run_are_refused(name):
-    libraries.check_jax_settings()
+    libraries.prepare_jax()
     value = getattr(jax.config, name)
     try:
         jax.config.update(name, True)

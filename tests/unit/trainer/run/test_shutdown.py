@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trainer.run import shutdown
-from trainer.run.shutdown import HUNG, EarlyInterrupt, Guard, Timeouts
+from trainer.run.shutdown import HUNG_EXIT_CODE, EarlyInterrupt, Guard, Timeouts
 
 CODE = """
 import ctypes, os, sys, time
@@ -98,7 +98,7 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
 
 def test_a_process_that_hangs_is_reported_once_and_then_ended(start):
     code, output, errors = ended(start("hangs", stall=0.2, hang=1.2))
-    assert code == HUNG
+    assert code == HUNG_EXIT_CODE
     assert output.count("stalled: no progress for ") == 1
     assert errors.startswith(
         "error: no progress for 1 s, in step 3; ended; checkpoints: none;"
@@ -108,7 +108,7 @@ def test_a_process_that_hangs_is_reported_once_and_then_ended(start):
 
 def test_on_a_full_disk_a_process_that_hangs_is_ended_too(start):
     process = start("hangs on a full disk", stall=0.2, hang=0.5)
-    assert process.wait(timeout=10) == HUNG
+    assert process.wait(timeout=10) == HUNG_EXIT_CODE
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
