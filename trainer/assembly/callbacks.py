@@ -199,8 +199,7 @@ def build_tasks(
     eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
     for item in itertools.chain(*tasks.items.values()):
         for choice in item.choices:
-            # Raises UserError, before the first step, for an item that is too long.
-            eval_model.question(item.context, choice)
+            eval_model.check_fits(item.context, choice)  # before the first step
     gather = on_one_device(w.task)
 
     def figures(state: TrainState) -> dict[str, float]:

@@ -130,6 +130,7 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
     path, start_dir = Path(os.path.abspath(run_dir)), start_directory(c, run_dir)
     data, tokenizer = c.data, c.data.tokenizer
     if start_dir != Path.cwd():
+        # Loaders open shards later, when the working directory is the caller's again.
 
         def absolute(path: str | None) -> str | None:
             return path and str(start_dir / path_of(path))

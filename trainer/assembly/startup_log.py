@@ -164,41 +164,37 @@ def describe_change(
     )
 
 
-def describe_other_devices(
+def describe_other_machine(
     c: schema.Config, mesh: jax.sharding.Mesh, checkpoint: Restored
 ) -> list[str]:
-    """Return a line if a run resumes on other devices, or on another mesh.
+    """Return lines if a run resumes on other devices or another mesh, or with other
+    versions or settings of JAX.
 
-    Checkpoints of older versions do not say their devices.
+    Checkpoints of older versions do not say these.
     """
-    devices, saved_devices = describe_mesh(mesh), checkpoint.meta.get("devices")
-    if saved_devices in (None, devices) or not 0 < checkpoint.step < c.train.steps:
+    if not 0 < checkpoint.step < c.train.steps:
         return []
-    return [
-        f"resumed after step {checkpoint.step:,} on other devices: {devices} (was"
-        f" {saved_devices});"
-        " sums are taken in another order, so losses can differ slightly from those of"
-        " the same devices"
-    ]
-
-
-def describe_other_settings(c: schema.Config, checkpoint: Restored) -> list[str]:
-    """Return a line if a run resumes with other versions or settings of JAX.
-
-    Checkpoints of older versions lack both.
-    """
+    start = f"resumed after step {checkpoint.step:,}"
+    lines = []
+    devices, saved_devices = describe_mesh(mesh), checkpoint.meta.get("devices")
+    if saved_devices not in (None, devices):
+        lines.append(
+            f"{start} on other devices: {devices} (was {saved_devices}); sums are taken"
+            " in another order, so losses can differ slightly from those of the same"
+            " devices"
+        )
     saved = checkpoint.meta.get("settings") or {}
     changed = [
         f"{name}={value} (was {saved[name]})"
         for name, value in numeric_settings().items()
         if saved.get(name, value) != value
     ]
-    if not changed or not 0 < checkpoint.step < c.train.steps:
-        return []
-    return [
-        f"resumed after step {checkpoint.step:,} with {', '.join(changed)}: losses can"
-        " differ from those without this change"
-    ]
+    if changed:
+        lines.append(
+            f"{start} with {', '.join(changed)}: losses can differ from those without"
+            " this change"
+        )
+    return lines
 
 
 def describe_batch_change(

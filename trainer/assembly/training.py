@@ -26,8 +26,7 @@ from trainer.assembly.callbacks import build_callbacks, tokens_read
 from trainer.assembly.hooks import NO_HOOKS, Hooks
 from trainer.assembly.startup_log import (
     describe_change,
-    describe_other_devices,
-    describe_other_settings,
+    describe_other_machine,
     describe_phase,
     describe_run,
     describe_start,
@@ -221,28 +220,9 @@ def open_session(
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_no_effect_after_end(checkpoint.step, to_tree(config))
     checkpoint, change = with_schedule_change(config, checkpoint)
-    with raise_together(), explain_full_disk(directory.path):
-        directory.write_config(to_tree(config))
-        final = tokens_read(workload.data.val, config.train.final_eval_batches)
-        facts = facts_of(workload) | recorded_origin(config, checkpoint)
-        facts[FINAL_VALIDATION] = f"{final:,}"
-        write_environment(directory.path, facts, overrides)
-        if jax.process_index() == 0:
-            # `restore_run` needs the tokenizer beside the checkpoint.
-            workload.data.tokenizer.save(directory.path)
-            sources = [] if config.init_from is None else [config.init_from]
-            if checkpoint.is_fork:
-                sources.append(config.resume.source)
-            keep_tokenizer(
-                [path_of(source) for source in sources],
-                directory.path,
-                workload.data.tokenizer,
-            )
+    record_start(config, workload, directory, checkpoint, overrides)
     phase = phases.phase_after(checkpoint)
-    other_machine = [
-        *describe_other_devices(config, workload.mesh, checkpoint),
-        *describe_other_settings(config, checkpoint),
-    ]
+    other_machine = describe_other_machine(config, workload.mesh, checkpoint)
     for line in [
         *describe_run(phase.config, phase.workload),
         *describe_idle(phase.task.model.policy, overrides),
@@ -274,6 +254,30 @@ def open_session(
         remote_signal=hooks.remote_signal,
     )
     return session, checkpoint, events
+
+
+def record_start(
+    config: schema.Config,
+    workload: Workload,
+    directory: RunDir,
+    checkpoint: Restored,
+    overrides: Sequence[str],
+) -> None:
+    """Write config.yaml, environment.txt and the tokenizer into the run directory."""
+    run_dir, data = directory.path, workload.data
+    with raise_together(), explain_full_disk(run_dir):
+        directory.write_config(to_tree(config))
+        final = tokens_read(data.val, config.train.final_eval_batches)
+        facts = facts_of(workload) | recorded_origin(config, checkpoint)
+        facts[FINAL_VALIDATION] = f"{final:,}"
+        write_environment(run_dir, facts, overrides)
+        if jax.process_index() == 0:
+            # `restore_run` needs the tokenizer beside the checkpoint.
+            data.tokenizer.save(run_dir)
+            sources = [] if config.init_from is None else [config.init_from]
+            if checkpoint.is_fork:
+                sources.append(config.resume.source)
+            keep_tokenizer(list(map(path_of, sources)), run_dir, data.tokenizer)
 
 
 def start_tracker(

@@ -1,4 +1,17 @@
-"""Check that a saved state or saved weights fit the run that loads them."""
+"""Check that a saved state or saved weights fit the run that loads them.
+
+A start checks in this order, each time before what takes longer:
+
+1. `RunDir.check`: the configuration is that of the directory's config.yaml.
+2. `start.check_start`: there is a checkpoint, a run or weights to start from.
+3. `inputs.check_same_inputs`: all processes read the same data, weights and checkpoint.
+4. `start.check_fork`: the run in the directory is a fork of `resume`.
+5. `check_same_model`, `check_same_trainable`, `check_same_precision`,
+   `check_no_replicas`: the saved state fits this run's model and optimizer.
+6. `check_same_run`: the data are those of the checkpoint, and steps are left.
+7. `RunDir.check_trained_with`, `RunDir.check_no_effect_after_end`: the checkpoint was
+   trained with config.yaml, and changed keys have an effect.
+"""
 
 import dataclasses
 import shlex

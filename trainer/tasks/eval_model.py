@@ -88,6 +88,10 @@ class EvalModel:
             texts |= dict(zip(rows, generated, strict=True))
         return [texts[row] for row in range(len(requests))]
 
+    def check_fits(self, context: str, continuation: str) -> None:
+        """Raise UserError for a continuation that `likelihoods` refuses."""
+        self.question(context, continuation)
+
     def question(self, context: str, continuation: str) -> Question:
         """Return a context and its continuation in tokens; UserError as in
         `likelihoods`.
