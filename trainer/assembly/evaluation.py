@@ -104,7 +104,7 @@ def source_text(
     max_tokens = max_batches * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
-    tokens = n_bytes = 0
+    n_tokens = n_bytes = 0
     pieces = (
         (rows, text)
         for rows in corpus.batches_for(tokenizer, None)
@@ -115,14 +115,14 @@ def source_text(
         if corpus.length is None:  # a document, which ends with eot
             ids = np.append(ids, ids.dtype.type(tokenizer.eot))
         arrays.append(ids)
-        tokens += len(ids)
+        n_tokens += len(ids)
         n_bytes += len(text.encode())
-        if tokens >= max_tokens:
+        if n_tokens >= max_tokens:
             break
-    count = min(max_batches, (tokens - 1) // (loader.batch_size * context))
+    count = min(max_batches, (n_tokens - 1) // (loader.batch_size * context))
     if count < 1:
         raise UserError(
-            f"text: {tokens:,} tokens, one batch needs"
+            f"text: {n_tokens:,} tokens, one batch needs"
             f" {loader.batch_size * context + 1:,} (train.batch_tokens + 1); give more"
             " text"
         )
@@ -138,11 +138,11 @@ def source_text(
 
     left_out = None
     if count < max_batches:
-        left_out = tokens - 1 - count * loader.batch_size * context
+        left_out = n_tokens - 1 - count * loader.batch_size * context
     size = math.nan  # as in `bytes_per_token`
     if w.model.loss_boundary_id is None:
         batches = map(batch, range(count))
-        size = bytes_per_target(batches, tokenizer, n_bytes / tokens)
+        size = bytes_per_target(batches, tokenizer, n_bytes / n_tokens)
     return EvalBatches(batch, count, size, left_out)
 
 

@@ -233,10 +233,10 @@ class Guard:
         os._exit(code)
 
 
-def _tell(say: Callable[[str], None], text: str) -> None:
-    """Call `say`, and ignore errors: on a full disk the calling thread must go on."""
+def _tell(log: Callable[[str], None], text: str) -> None:
+    """Call `log`, and ignore errors: on a full disk the calling thread must go on."""
     with contextlib.suppress(Exception):
-        say(text)
+        log(text)
 
 
 def _write_error(text: str) -> None:
