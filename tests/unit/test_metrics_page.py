@@ -55,7 +55,7 @@ def test_every_key_that_the_trainer_writes_is_in_the_table():
         for path in (ROOT / "trainer" / room).rglob("*.py"):
             keys = written_keys(ast.parse(path.read_text()))
             written.update(key for key in keys if KEY.fullmatch(key))
-    one = SimpleNamespace(parts={"X": SimpleNamespace(windows=1)})
+    one = SimpleNamespace(sources={"X": SimpleNamespace(windows=1)})
     sources = {f"data/X/{figure}" for figure in Mixture.source_progress(one, [1])["X"]}
     names = (*FIGURE_NAMES, *BLOCK_FIGURES)
     layers = {f"numerics/{kind}/X/{name}" for kind in CLASS_TITLES for name in names}

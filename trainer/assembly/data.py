@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from trainer.config import schema
 from trainer.data import (
@@ -23,7 +24,7 @@ from trainer.data import (
     prepare,
 )
 from trainer.data.custom import custom_loaders, text_source
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, open_splits
 from trainer.data.files import with_column_advice
 from trainer.data.mixture import MixedManifest, Mixture, ReplicaSampler, parse_stages
 from trainer.data.shards import MANIFEST
@@ -69,18 +70,18 @@ def build_source(c: schema.Data) -> Source:
 
 
 def build_data(
-    c: schema.Config, custom: CustomData | None = None, batch_parts: int = 1
+    c: schema.Config, custom: CustomData | None = None, row_multiple: int = 1
 ) -> Dataset:
     """Open the data; prepare them first if they are not prepared.
 
     Args:
       c: the configuration.
       custom: the program's data, instead of those of the group `data`.
-      batch_parts: the number of parts into which a batch is split.
+      row_multiple: the number of parts into which the rows of a batch are split.
     """
     if custom is None:
         if c.data.source == "mix":
-            return open_mixture(c, batch_parts)
+            return open_mixture(c, row_multiple)
         source = build_source(c.data)
     elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
@@ -102,7 +103,7 @@ def build_data(
     except DownloadFailed as error:
         hint = tokenizer_of_weights(c.init_from)
         raise UserError(f"{error.problem}{hint}. {error.advice}") from error
-    return open_dataset(directory, c, batch_parts)
+    return Dataset.open(directory, **loader_settings(c, row_multiple))
 
 
 def start_directory(c: schema.Config, run_dir: Path) -> Path:
@@ -161,16 +162,15 @@ def tokenizer_of_weights(init_from: str | None) -> str:
     return f"; that of the weights is {override('data.tokenizer', directory)}"
 
 
-def open_dataset(directory: Path, c: schema.Config, batch_parts: int) -> Dataset:
-    """Open both splits of a prepared directory."""
-    return Dataset.open(
-        directory,
-        context=c.model.context,
-        batch_size=c.batch_size,
-        seed=c.seed,
-        document_mask=c.data.document_mask,
-        batch_parts=batch_parts,
-    )
+def loader_settings(c: schema.Config, row_multiple: int) -> dict[str, Any]:
+    """Return the settings of `open_splits`."""
+    return {
+        "context": c.model.context,
+        "batch_size": c.batch_size,
+        "seed": c.seed,
+        "document_mask": c.data.document_mask,
+        "row_multiple": row_multiple,
+    }
 
 
 def prepare_source(source: Source, c: schema.Data) -> Path:
@@ -190,7 +190,7 @@ def prepare_source(source: Source, c: schema.Data) -> Path:
         )
 
 
-def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
+def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
     """Open a mixture of prepared directories; prepare those sources that are text."""
     data = c.data
     assert data.sources is not None
@@ -206,40 +206,37 @@ def open_mixture(c: schema.Config, batch_parts: int) -> Dataset:
     directories = with_column_advice(
         (prepare_source(source, data) for source in sources), len(sources)
     )
-    datasets = {
-        name: open_dataset(directory, c, batch_parts)
+    splits = {
+        name: open_splits(directory, **loader_settings(c, row_multiple))
         for name, directory in zip(names, directories, strict=True)
     }
+    training = {name: train for name, (train, _) in splits.items()}
+    validation = {name: val for name, (_, val) in splits.items()}
     manifest = MixedManifest.merge(
-        {name: dataset.manifest for name, dataset in datasets.items()}
+        {name: loader.manifest for name, loader in training.items()}
     )
     replica_sampler = None
     if c.diloco.data == "sources":
         replica_sampler = ReplicaSampler(
             len(names), c.batch_size, c.train.grad_accum_steps
         )
-    train = Mixture(
-        {name: dataset.train for name, dataset in datasets.items()},
+    train = Mixture.for_training(
+        training,
         manifest,
-        "train",
         stages,
-        c.seed,
-        replica_sampler,
+        seed=c.seed,
+        sampler=replica_sampler,
     )
-    # Validate with the last stage's shares at all steps, and with the same text for
-    # every seed.
-    last_stage = [stages[-1]._replace(step=0)]
-    val = Mixture(
-        {name: dataset.val for name, dataset in datasets.items()},
+    val = Mixture.for_validation(
+        validation,
         manifest,
-        "val",
-        last_stage,
-        seed=None,
+        stages[-1],
         batch_size=c.batch_size,
-        batch_parts=batch_parts,
+        row_multiple=row_multiple,
     )
-    tokenizer = next(iter(datasets.values())).tokenizer
-    return Dataset(train, val, tokenizer, manifest.directory, val.parts)
+    # Each directory's tokenizer is checked, though all are equal.
+    tokenizer, *_ = [loader.manifest.get_tokenizer() for loader in training.values()]
+    return Dataset(train, val, tokenizer, manifest.directory, validation)
 
 
 def source_names(paths: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from trainer.data.corpus import (
     TextSource,
 )
 from trainer.data.custom import Batches
-from trainer.data.loader import Batch, Loader, prefetch
+from trainer.data.loader import Batch, Loader, ShardLoader, prefetch
 from trainer.data.preparation import Progress, check_prepared, prepare
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
@@ -31,6 +31,7 @@ __all__ = [
     "Manifest",
     "PreparedSource",
     "Progress",
+    "ShardLoader",
     "Source",
     "StandardLibrarySource",
     "TextSource",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.corpus import TextSource
-from trainer.data.loader import Batch, Loader
+from trainer.data.loader import Batch
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.data.tokenizer import Ids, Tokenizer
 from trainer.errors import UserError
@@ -70,7 +70,7 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
                 line = json.dumps({"text": text}).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
-        # Renamed, the prepared data of earlier versions would not be found.
+        # Keep this name: it is part of the cache key of earlier versions.
         path = cache_dir / f"own-{digest.hexdigest()}.jsonl"
         os.replace(file.name, path)
     except OSError as error:
@@ -124,18 +124,14 @@ class NumberTokenizer:
 class CustomManifest(Manifest):
     """The manifest of data in memory."""
 
-    def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """Return no shards: there are no files."""
-        return []
-
     @property
     def shards(self) -> list[Shard]:
         """No shards. The validation split lists one without file, for its checksum."""
         return []
 
 
-class CustomLoader(Loader):
-    """A loader of `Batches`: those for training, or the validation part.
+class CustomLoader:
+    """A `Loader` of `Batches`: those for training, or the validation part.
 
     Args:
       manifest: the manifest of `custom_loaders`.
@@ -165,8 +161,17 @@ class CustomLoader(Loader):
         """Number of validation batches. Only the validation loader is asked for it."""
         return len(self._batches.validation)
 
+    def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """Return no documents: batches have no text."""
+        return []
+
+    def validation_bytes(self, steps: int) -> float:
+        """See `Loader`."""
+        del steps
+        return self.manifest.byte_count("val") / self.manifest.token_count("val")
+
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """See Loader."""
+        """See `Loader`."""
         if self._split == "train":
             ids, name = self._batches.batch(step), f"batch({step})"
         else:

@@ -6,9 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainer.data.loader import Loader, validation_rows
+from trainer.data.loader import Loader, ShardLoader, validation_rows
 from trainer.data.shards import Manifest
 from trainer.data.tokenizer import Tokenizer
+
+
+def open_splits(
+    directory: Path, *, row_multiple: int = 1, **settings: Any
+) -> tuple[ShardLoader, ShardLoader]:
+    """Return the loaders of training and validation; only training is shuffled.
+
+    If validation has fewer windows than `batch_size`, its batches have fewer rows: the
+    largest multiple of `row_multiple` for which there are windows.
+
+    Args:
+      directory: a prepared directory.
+      row_multiple: micro-batches times devices, over which rows are split.
+      settings: those of `ShardLoader`, for both.
+    """
+    train = ShardLoader(directory, "train", shuffle=True, **settings)
+    val = ShardLoader(directory, "val", shuffle=False, **settings)
+    val.batch_size = validation_rows(
+        val.windows,
+        val.batch_size,
+        row_multiple,
+        f"the validation part of {directory}",
+    )
+    return train, val
 
 
 class Dataset(NamedTuple):
@@ -29,24 +53,9 @@ class Dataset(NamedTuple):
     sources: Mapping[str, Loader] = types.MappingProxyType({})
 
     @classmethod
-    def open(
-        cls, directory: Path, *, seed: int, batch_parts: int = 1, **settings: Any
-    ) -> Self:
-        """Open both splits; `settings` are those of `Loader`.
-
-        Only training is shuffled. `batch_parts` is micro-batches times devices, over
-        which a batch is split. If validation has fewer windows than `batch_size`, its
-        batches have fewer rows: the largest multiple of `batch_parts` for which there
-        are windows.
-        """
-        train = Loader(directory, "train", seed=seed, shuffle=True, **settings)
-        val = Loader(directory, "val", seed=seed, shuffle=False, **settings)
-        val.batch_size = validation_rows(
-            val.windows,
-            val.batch_size,
-            batch_parts,
-            f"the validation part of {directory}",
-        )
+    def open(cls, directory: Path, **settings: Any) -> Self:
+        """Open both splits; for `settings` see `open_splits`."""
+        train, val = open_splits(directory, **settings)
         return cls(train, val, train.manifest.get_tokenizer(), directory)
 
     @property
@@ -65,14 +74,14 @@ class Dataset(NamedTuple):
         An empty line separates them.
         """
         tokens, eot = max(1, int(size / self.bytes_per_token)), self.manifest.eot
-        parts = self.val.documents("val", tokens)
         return "\n\n".join(
-            self.tokenizer.decode(part[part != eot].tolist()) for part in parts
+            self.tokenizer.decode(document[document != eot].tolist())
+            for document in self.val.documents(tokens)
         )
 
     def validation_text(self, tokens: int) -> str:
         """Return the text of the first validation tokens, without end-of-text."""
         ids = itertools.chain.from_iterable(
-            part.tolist() for part in self.val.documents("val", tokens)
+            document.tolist() for document in self.val.documents(tokens)
         )
         return self.tokenizer.decode([i for i in ids if i != self.manifest.eot])

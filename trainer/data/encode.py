@@ -33,8 +33,8 @@ class Piece(NamedTuple):
     is_last: bool = False
 
 
-class Part(NamedTuple):
-    """The part of a batch that goes into one split.
+class EncodedSplit(NamedTuple):
+    """The texts of a batch that go into one split.
 
     Attributes:
       split: "train" or "val".
@@ -57,13 +57,13 @@ class EncodedTexts(NamedTuple):
     """The encoded texts of a batch.
 
     Attributes:
-      parts: one for each split.
+      splits: one for each split.
       skipped: number of empty documents.
       position: where reading of the source continues after the batch.
       chars: characters of the source up to there.
     """
 
-    parts: list[Part]
+    splits: list[EncodedSplit]
     skipped: int
     position: Position
     chars: int
@@ -119,8 +119,8 @@ class Encoder:
                     batch, encoded = ahead.popleft()
                     if budget is not None:
                         size = 0
-                        for part in encoded.parts:
-                            size += sum(map(len, part.arrays()))
+                        for split in encoded.splits:
+                            size += sum(map(len, split.arrays()))
                         if size >= budget:
                             # Encode the batch again, up to the document that reaches
                             # the budget.
@@ -137,37 +137,37 @@ class Encoder:
         self, pool: ThreadPoolExecutor, batch: TextBatch, start: int
     ) -> EncodedTexts:
         """Encode a batch, from character `start` of the source on, in the pool."""
-        if self.documents:
-            texts = [text for text in batch.texts if text]
-        else:
+        texts = [text for text in batch.texts if text]
+        if not self.documents:
             texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        # A piece sees only text of its own split. `cut` counts from the start of this
-        # batch. If it is below 0, the validation part starts inside `preceding`; if it
-        # is beyond the texts, inside `following`. Documents have no text around them,
-        # so None acts as 0.
-        cut_offset = 0 if cut is None else cut
-        following_chars = max(0, cut_offset - sum(map(len, texts)))
-        train_following = batch.following[:following_chars]
-        val_preceding = batch.preceding[cut_offset:] if cut_offset < 0 else ""
-        train = self._part(pool, "train", train_texts, batch.preceding, train_following)
-        val = self._part(pool, "val", val_texts, val_preceding, batch.following)
+        # A piece sees only text of its own split: characters of the validation part
+        # before this batch, and of the training part after it. Documents have no text
+        # around them.
+        val_before = train_after = 0
+        if cut is not None:
+            val_before, train_after = max(0, -cut), max(0, cut - sum(map(len, texts)))
+        val_preceding = batch.preceding[-val_before:] if val_before else ""
+        train = self._encode_split(
+            pool, "train", train_texts, batch.preceding, batch.following[:train_after]
+        )
+        val = self._encode_split(pool, "val", val_texts, val_preceding, batch.following)
         # 1 if a text was cut in two: it counts as one document.
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
-        parts = [train, val._replace(documents=val.documents - cut_texts)]
+        splits = [train, val._replace(documents=val.documents - cut_texts)]
         skipped = sum(not text for text in batch.texts)
         end = start + sum(map(len, batch.texts))
-        return EncodedTexts(parts, skipped, batch.position, end)
+        return EncodedTexts(splits, skipped, batch.position, end)
 
-    def _part(
+    def _encode_split(
         self,
         pool: ThreadPoolExecutor,
         split: str,
         texts: list[str],
         preceding: str,
         following: str,
-    ) -> Part:
+    ) -> EncodedSplit:
         """Encode the texts of a split.
 
         `preceding` and `following` are the text around a piece of a single text;
@@ -188,7 +188,7 @@ class Encoder:
                     unit, size = [], 0
         if unit:
             futures.append(pool.submit(self._encode, unit))
-        return Part(
+        return EncodedSplit(
             split, len(texts), sum(len(text.encode()) for text in texts), futures
         )
 
@@ -239,8 +239,8 @@ def split_texts(
     train: list[str] = []
     val: list[str] = []
     for text in texts:
-        part = val if uniform(text) < val_fraction else train
-        part.append(text)
+        split = val if uniform(text) < val_fraction else train
+        split.append(text)
     return train, val
 
 

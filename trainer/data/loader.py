@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,53 @@ class Batch(NamedTuple):
     segments: npt.NDArray[np.int32] | None
 
 
-class Loader:
-    """Batches of one split of a prepared directory.
+class Loader(Protocol):
+    """Batches of one split.
+
+    Attributes:
+      manifest: the manifest of the data.
+      context: T, in tokens.
+      batch_size: B, sequences of the global batch over all processes.
+      tokens: tokens of the split.
+      document_mask: whether batches have segments.
+    """
+
+    manifest: Manifest
+    context: int
+    batch_size: int
+    tokens: int
+    document_mask: bool
+
+    def __hash__(self) -> int:
+        """Return the hash of the object."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches of distinct windows; at least 1."""
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Return batch `step`, counted from 0, or some of its rows.
+
+        Args:
+          step: at least 0.
+          rows: the rows of this process; None: all B.
+        """
+
+    def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """Return the first `tokens` tokens of the split, a list of documents.
+
+        Each document ends with end-of-text; the last one is cut.
+        """
+
+    def validation_bytes_per_token(self, steps: int) -> float:
+        """Return the mean bytes of source text per token of the validation part.
+
+        `steps` is the number of batches that are read of a mixture.
+        """
+
+
+class ShardLoader:
+    """A `Loader` of one split of a prepared directory.
 
     Args:
       directory: a prepared directory.
@@ -62,9 +107,7 @@ class Loader:
         of the text.
 
     Attributes:
-      tokens: tokens of the split.
       windows: N.
-      document_mask: whether batches have segments.
 
     Raises:
       UserError: the directory is damaged, or the split is shorter than one window.
@@ -100,43 +143,28 @@ class Loader:
         self._stamps = [self.manifest.stamp(shard) for shard in self._files]
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
-    def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """Return the first `tokens` tokens of a split, a list of documents.
-
-        `split` need not be the loader's. Each document ends with end-of-text; the last
-        one is cut.
-        """
-        parts, remaining = [], tokens
-        for shard in self.manifest.open(split):
-            parts.append(np.asarray(shard[:remaining], np.int64))
-            remaining -= len(parts[-1])
-        ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """See `Loader`."""
+        heads, remaining = [], tokens
+        for shard in self._shards:
+            heads.append(np.asarray(shard[:remaining], np.int64))
+            remaining -= len(heads[-1])
+        ids = np.concatenate(heads)
         ends = np.flatnonzero(ids == self.manifest.eot) + 1
         return [document for document in np.split(ids, ends) if len(document)]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches of distinct windows; at least 1.
-
-        A split of fewer than B windows repeats them in a batch.
-        """
+        """See `Loader`. A split of fewer than B windows repeats them in a batch."""
         return max(1, self.windows // self.batch_size)
 
     def validation_bytes_per_token(self, steps: int) -> float:
-        """Return the mean bytes of source text per token of the validation part.
-
-        `steps` is the number of batches that are read of a mixture.
-        """
+        """See `Loader`."""
         del steps
         return self.manifest.byte_count("val") / self.manifest.token_count("val")
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Return batch `step`, counted from 0, or some of its rows.
-
-        Args:
-          step: at least 0.
-          rows: the rows of this process; None: all B.
-        """
+        """See `Loader`."""
         return self.samples(
             step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
         )
@@ -164,9 +192,9 @@ class Loader:
                 self.manifest.verify_shard(self._files[shard])
                 self._stamps[shard] = self.manifest.stamp(self._files[shard])
             offset = start + filled - int(self._starts[shard])
-            part = self._shards[shard][offset : offset + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled += len(part)
+            tokens = self._shards[shard][offset : offset + len(out) - filled]
+            out[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
             shard += 1
 
 
@@ -177,23 +205,23 @@ def segments(tokens: npt.NDArray[np.int32], eot: int) -> npt.NDArray[np.int32]:
     return np.cumsum(ends, axis=-1, dtype=np.int32) - ends
 
 
-def validation_rows(windows: int, batch_size: int, batch_parts: int, name: str) -> int:
+def validation_rows(windows: int, batch_size: int, row_multiple: int, name: str) -> int:
     """Return the number of rows of a validation batch, in which no window is repeated.
 
     Args:
       windows: number of validation windows.
-      batch_size: rows of a training batch, a multiple of `batch_parts`.
-      batch_parts: micro-batches times devices, over which a batch is split.
+      batch_size: rows of a training batch, a multiple of `row_multiple`.
+      row_multiple: micro-batches times devices, over which rows are split.
       name: names the text in the message.
 
     Raises:
       UserError: there are fewer windows than parts.
     """
-    rows = min(batch_size, windows // batch_parts * batch_parts)
+    rows = min(batch_size, windows // row_multiple * row_multiple)
     if not rows:
         raise UserError(
             f"{name} has {windows} windows of model.context + 1 tokens, fewer than the"
-            f" {batch_parts} parts of a batch (train.grad_accum_steps x devices); use"
+            f" {row_multiple} parts of a batch (train.grad_accum_steps x devices); use"
             " more text, or a larger data.val_fraction"
         )
     return rows

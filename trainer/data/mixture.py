@@ -5,7 +5,7 @@ in blocks; the last block ends with the stage. At the end of each block, the num
 samples that a source has given differs from its share by at most one. A keyed
 permutation orders the samples of a block. So shares hold in any thousand batches, not
 only on average. Each source counts its own samples, and reads its windows like a
-`Loader` of its own.
+`ShardLoader` of its own.
 
 Legend: K sources, B sequences of the global batch, b those of this process.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.loader import Batch, Loader, validation_rows
+from trainer.data.loader import Batch, ShardLoader, validation_rows
 from trainer.data.permutation import permute
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.errors import UserError
@@ -117,9 +117,10 @@ class StageSampler:
         self, stages: Sequence[MixtureStage], batch_size: int, seed: int
     ) -> None:
         self._seed, self._batch_size = seed, batch_size
+        # The first sample of each stage, and the number of its samples.
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
         self._lengths = [*np.diff(self._starts), np.iinfo(np.int64).max]
-        self._cumulative_shares = [
+        self._cumulative_shares = [  # of sources 0 to k - 1, [stages][K + 1]
             np.cumsum([0.0, *(w / math.fsum(stage.weights) for w in stage.weights)])
             for stage in stages
         ]
@@ -127,21 +128,23 @@ class StageSampler:
         self._last_blocks: list[int] = []
         for shares, length in zip(self._cumulative_shares, self._lengths, strict=True):
             shares[-1] = 1.0
-            # Cumulative counts are rounded, so a source may get two samples too few.
-            least = math.ceil(2 / min(filter(None, np.diff(shares))))
-            size = max(MIN_BLOCK, least)
-            whole, rest = divmod(int(length), size)
-            # A rest that is too short for all sources joins the block before.
-            joins = rest == 0 or rest < least
+            # Rounded cumulative counts may give a source two samples too few: a block
+            # is so long that its share is two.
+            min_size = math.ceil(2 / min(filter(None, np.diff(shares))))
+            size = max(MIN_BLOCK, min_size)
+            full_blocks, remainder = divmod(int(length), size)
+            # The index of the last block, counted from 0. A remainder that is too short
+            # for all sources belongs to the block before it.
+            has_short_block = remainder >= min_size
             self._block_sizes.append(size)
-            self._last_blocks.append(max(0, whole - joins))
-        # [stages][K]
+            self._last_blocks.append(max(0, full_blocks - 1 + has_short_block))
+        # The samples of each source before each stage, [stages][K].
         self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
         for i, length in enumerate(self._lengths[:-1]):
-            counts = np.diff(self._cumulative(i, length))
+            counts = np.diff(self._cumulative_counts(i, length))
             self._earlier_samples.append(self._earlier_samples[-1] + counts)
 
-    def _cumulative(self, stage: int, samples: npt.ArrayLike) -> Ints:
+    def _cumulative_counts(self, stage: int, samples: npt.ArrayLike) -> Ints:
         """Return cumulative counts over sources, [..., K + 1].
 
         Element k is the number of samples of sources 0 to k - 1 among the stage's first
@@ -170,13 +173,14 @@ class StageSampler:
         block = np.minimum(sample // size, last)
         start = block * size
         position = sample - start
+        # The last block has a length of its own.
         end = np.where(block == last, self._lengths[stage], start + size)
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
         # A permutation maps positions to slots.
-        at_start = self._cumulative(stage, start)  # [b, K + 1]
-        slot_bounds = self._cumulative(stage, end) - at_start
+        at_start = self._cumulative_counts(stage, start)  # [b, K + 1]
+        slot_bounds = self._cumulative_counts(stage, end) - at_start
         slot = np.empty_like(sample)
-        for length in np.unique(end - start):  # The last block has another length.
+        for length in np.unique(end - start):
             rows = end - start == length
             slot[rows] = permute(
                 self._seed + stage, block[rows], position[rows], int(length)
@@ -200,7 +204,7 @@ class StageSampler:
                 in_full_blocks = min(samples // size, self._last_blocks[i]) * size
                 last_block = np.arange(in_full_blocks, samples, dtype=np.int64)
                 sources, _ = self._assign_in_stage(i, last_block)
-                counts += np.diff(self._cumulative(i, in_full_blocks))
+                counts += np.diff(self._cumulative_counts(i, in_full_blocks))
                 counts += np.bincount(sources, minlength=len(counts))
         return counts
 
@@ -273,51 +277,65 @@ class ValidationSampler:
 
 @dataclass(frozen=True)
 class MixedManifest(Manifest):
-    """The manifest of several prepared directories, `parts`, as if they were one.
+    """The manifest of several prepared directories as if they were one.
 
-    `directory` is the first part's.
+    `directory` is the first one's.
     """
 
-    parts: tuple[Manifest, ...]
+    manifests: tuple[Manifest, ...]
 
     @classmethod
-    def merge(cls, parts: Mapping[str, Manifest]) -> Self:
-        """Return one manifest for the manifests in `parts`, by source name.
+    def merge(cls, manifests: Mapping[str, Manifest]) -> Self:
+        """Return one manifest for those of several sources, by source name.
 
         Raises:
           UserError: the directories were not made with one tokenizer.
         """
-        first_name, first_part = next(iter(parts.items()))
-        for part_name, part in parts.items():
-            if part.tokenizer_fingerprint != first_part.tokenizer_fingerprint:
+        first_name, first = next(iter(manifests.items()))
+        for name, manifest in manifests.items():
+            if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:
                 raise UserError(
-                    f"data.sources: {part_name} was made with tokenizer"
-                    f" {part.tokenizer}, {first_name} with {first_part.tokenizer};"
+                    f"data.sources: {name} was made with tokenizer"
+                    f" {manifest.tokenizer}, {first_name} with {first.tokenizer};"
                     " prepare them with one"
                 )
         digest = hashlib.blake2b(digest_size=16)
-        for part_name, part in parts.items():
-            digest.update(f"{part_name}\0{part.fingerprint}\0".encode())
-        sources = {name: part.source for name, part in parts.items()}
-        fields = vars(first_part) | {
+        for name, manifest in manifests.items():
+            digest.update(f"{name}\0{manifest.fingerprint}\0".encode())
+        sources = {name: manifest.source for name, manifest in manifests.items()}
+        fields = vars(first) | {
             "fingerprint": digest.hexdigest(),
             "source": {"kind": "mix", "sources": sources},
-            "skipped": sum(part.skipped for part in parts.values()),
+            "skipped": sum(manifest.skipped for manifest in manifests.values()),
             "splits": {
-                split: sum_of_splits([part.splits[split] for part in parts.values()])
-                for split in first_part.splits
+                split: sum_of_splits(
+                    [manifest.splits[split] for manifest in manifests.values()]
+                )
+                for split in first.splits
             },
         }
-        return cls(**fields, parts=tuple(parts.values()))
+        return cls(**fields, manifests=tuple(manifests.values()))
 
     @property
     def shards(self) -> list[Shard]:
-        """The shards of all parts."""
-        return [shard for part in self.parts for shard in part.shards]
+        """The shards of all manifests."""
+        return [shard for manifest in self.manifests for shard in manifest.shards]
 
-    def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
-        """Return the shards of all parts, in order."""
-        return [shard for part in self.parts for shard in part.open(split)]
+
+def shares_of(stage: MixtureStage) -> npt.NDArray[np.float64]:
+    """Return the weights of a stage, divided by their sum."""
+    return np.array(stage.weights) / math.fsum(stage.weights)
+
+
+def samples_per_epoch(sources: Mapping[str, ShardLoader], stage: MixtureStage) -> int:
+    """Return the samples of a stage until the first source is exhausted."""
+    return int(
+        min(
+            source.windows / share
+            for source, share in zip(sources.values(), shares_of(stage), strict=True)
+            if share
+        )
+    )
 
 
 def sum_of_splits(splits: Sequence[Split]) -> Split:
@@ -330,106 +348,147 @@ def sum_of_splits(splits: Sequence[Split]) -> Split:
     )
 
 
-class Mixture(Loader):
-    """Batches of one split of several prepared directories.
+class Mixture:
+    """A `Loader` of one split of several prepared directories.
 
     Args:
-      parts: loaders of the split by source name.
-      manifest: the manifest of all parts.
-      split: "train" or "val".
-      stages: the stages of `parse_stages`.
-      seed: the seed of `StageSampler`; None for validation.
-      sampler: assigns samples to sources; None: `stages` do.
-      batch_size: B; None: the batch size of the parts.
-      batch_parts: see `validation_rows`.
+      sources: loaders of the split by source name.
+      manifest: the manifest of all sources.
+      sampler: assigns samples to sources.
+      shares: the shares of the sources in `documents`.
+      batch_size: B.
+      steps_per_epoch: full batches until the first source is exhausted.
     """
 
     def __init__(
         self,
-        parts: Mapping[str, Loader],
+        sources: Mapping[str, ShardLoader],
         manifest: Manifest,
-        split: str,
-        stages: Sequence[MixtureStage],
-        seed: int | None,
-        sampler: ReplicaSampler | None = None,
+        sampler: ReplicaSampler | StageSampler | ValidationSampler,
+        shares: Sequence[float],
         *,
-        batch_size: int | None = None,
-        batch_parts: int = 1,
+        batch_size: int,
+        steps_per_epoch: int,
     ) -> None:
-        self.parts = dict(parts)
-        first_part = next(iter(parts.values()))
-        self.manifest, self.context = manifest, first_part.context
-        self.batch_size = batch_size or first_part.batch_size
-        self.document_mask = first_part.document_mask
-        self.tokens = manifest.token_count(split)
-        self.windows = sum(part.windows for part in parts.values())
-        stage_shares = [
-            np.array(stage.weights) / math.fsum(stage.weights) for stage in stages
-        ]
-        self._mean_shares = np.mean(stage_shares, axis=0).tolist()
-        if sampler is not None:
-            self._mean_shares = [1 / len(parts)] * len(parts)
-        samples_per_epoch = min(
-            part.windows / share
-            for part, share in zip(parts.values(), stage_shares[-1], strict=True)
-            if share
+        self.sources, self.manifest, self.sampler = dict(sources), manifest, sampler
+        first_source = next(iter(sources.values()))
+        self.context, self.document_mask = (
+            first_source.context,
+            first_source.document_mask,
         )
-        if seed is None:
-            self.batch_size = validation_rows(
-                int(samples_per_epoch),
-                self.batch_size,
-                batch_parts,
-                "the validation of data=mix",
-            )
-        self._steps_per_epoch = max(1, int(samples_per_epoch) // self.batch_size)
-        self.sampler: ReplicaSampler | StageSampler | ValidationSampler
+        self.batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
+        self.tokens = sum(source.tokens for source in sources.values())
+        self._shares = list(shares)
+
+    @classmethod
+    def for_training(
+        cls,
+        sources: Mapping[str, ShardLoader],
+        manifest: Manifest,
+        stages: Sequence[MixtureStage],
+        *,
+        seed: int,
+        sampler: ReplicaSampler | None = None,
+    ) -> Self:
+        """Return the training batches of stages.
+
+        Args:
+          sources: loaders of training by source name.
+          manifest: the manifest of all sources.
+          stages: the stages of `parse_stages`.
+          seed: the seed of `StageSampler`.
+          sampler: assigns samples to sources in equal shares; None: `stages` do.
+        """
+        batch_size = next(iter(sources.values())).batch_size
+        shares = np.mean([shares_of(stage) for stage in stages], axis=0).tolist()
         if sampler is not None:
-            self.sampler = sampler
-        elif seed is None:
-            self.sampler = ValidationSampler(
-                stages[-1].weights, self.batch_size, self._steps_per_epoch
-            )
-        else:
-            self.sampler = StageSampler(stages, self.batch_size, seed)
+            shares = [1 / len(sources)] * len(sources)
+        samples = samples_per_epoch(sources, stages[-1])
+        return cls(
+            sources,
+            manifest,
+            sampler or StageSampler(stages, batch_size, seed),
+            shares,
+            batch_size=batch_size,
+            steps_per_epoch=max(1, samples // batch_size),
+        )
+
+    @classmethod
+    def for_validation(
+        cls,
+        sources: Mapping[str, ShardLoader],
+        manifest: Manifest,
+        stage: MixtureStage,
+        *,
+        batch_size: int,
+        row_multiple: int = 1,
+    ) -> Self:
+        """Return the validation batches of a stage, the same for every seed.
+
+        Args:
+          sources: loaders of validation by source name.
+          manifest: the manifest of all sources.
+          stage: its shares hold at all steps.
+          batch_size: rows of a training batch.
+          row_multiple: see `validation_rows`.
+
+        Raises:
+          UserError: too little text for a batch.
+        """
+        samples = samples_per_epoch(sources, stage)
+        rows = validation_rows(
+            samples, batch_size, row_multiple, "the validation of data=mix"
+        )
+        steps = max(1, samples // rows)
+        return cls(
+            sources,
+            manifest,
+            ValidationSampler(stage.weights, rows, steps),
+            shares_of(stage).tolist(),
+            batch_size=rows,
+            steps_per_epoch=steps,
+        )
 
     @property
     def steps_per_epoch(self) -> int:
         """Full batches until the first source is exhausted; at least 1."""
         return self._steps_per_epoch
 
-    def documents(self, split: str, tokens: int) -> list[npt.NDArray[np.int64]]:
-        """See Loader. Sources are interleaved, by their mean shares over the stages."""
+    def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
+        """See `Loader`. Sources are interleaved by their mean shares over stages."""
         documents = []
-        for share, part in zip(self._mean_shares, self.parts.values(), strict=True):
+        for share, source in zip(self._shares, self.sources.values(), strict=True):
             if not share:
                 continue
             position = 0
-            for document in part.documents(split, round(tokens * share)):
+            for document in source.documents(round(tokens * share)):
                 documents.append((position / share, document))
                 position += len(document)
         documents.sort(key=operator.itemgetter(0))
         return [document for _, document in documents]
 
     def validation_bytes_per_token(self, steps: int) -> float:
-        """See Loader. Sources count as often as the first batches read them."""
-        means = [part.validation_bytes_per_token(steps) for part in self.parts.values()]
+        """See `Loader`. Sources count as often as the first batches read them."""
+        means = [
+            source.validation_bytes_per_token(steps) for source in self.sources.values()
+        ]
         samples = self.sampler.samples_per_source(steps)
         return float(np.average(means, weights=samples))
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """See Loader."""
+        """See `Loader`."""
         rows_B = np.arange(self.batch_size)[rows or slice(None)]
         sample = step * self.batch_size + rows_B
         source, index = self.sampler.assign(sample)
         tokens = np.empty((len(sample), self.context + 1), np.int32)
         segments = np.empty_like(tokens) if self.document_mask else None
-        for k, part in enumerate(self.parts.values()):
-            part_rows = np.flatnonzero(source == k)
-            if len(part_rows):
-                batch = part.samples(index[part_rows])
-                tokens[part_rows] = batch.tokens
+        for k, loader in enumerate(self.sources.values()):
+            source_rows = np.flatnonzero(source == k)
+            if len(source_rows):
+                batch = loader.samples(index[source_rows])
+                tokens[source_rows] = batch.tokens
                 if segments is not None and batch.segments is not None:
-                    segments[part_rows] = batch.segments
+                    segments[source_rows] = batch.segments
         return Batch(tokens, segments)
 
     def source_progress(self, counts: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -439,6 +498,9 @@ class Mixture(Loader):
         """
         total = max(1, sum(counts))
         return {
-            name: {"share": float(count) / total, "epochs": float(count) / part.windows}
-            for (name, part), count in zip(self.parts.items(), counts, strict=True)
+            name: {
+                "share": float(count) / total,
+                "epochs": float(count) / source.windows,
+            }
+            for (name, source), count in zip(self.sources.items(), counts, strict=True)
         }

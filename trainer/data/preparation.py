@@ -358,12 +358,12 @@ class Chunk:
 
     def add(self, batch: EncodedTexts) -> None:
         """Wait for a batch's tokens and append them."""
-        for part in batch.parts:
-            arrays = part.arrays()
-            self.arrays[part.split] += arrays
-            counts = self.splits[part.split]
-            counts.documents += part.documents
-            counts.bytes += part.bytes
+        for encoded in batch.splits:
+            arrays = encoded.arrays()
+            self.arrays[encoded.split] += arrays
+            counts = self.splits[encoded.split]
+            counts.documents += encoded.documents
+            counts.bytes += encoded.bytes
             counts.tokens += sum(len(array) for array in arrays)
         self.skipped += batch.skipped
         self.position, self.chars = batch.position, batch.chars

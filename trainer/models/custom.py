@@ -259,7 +259,7 @@ def refuse_import(source: Path, spec: Any) -> NoReturn:
 
 CUSTOM = Family(
     name="own",  # checkpoints store it
-    parts=("embedding", "scale", "kernel", "bias"),
+    forward_order=("embedding", "scale", "kernel", "bias"),
     build=build_functions,
     check_tensor=check_tensor,
     huggingface=HuggingFace(refuse_import, refuse_export),

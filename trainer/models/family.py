@@ -160,8 +160,8 @@ class Family:
 
     Attributes:
       name: the name in configurations, and Hugging Face's `model_type`.
-      parts: names of layers and parameters in the order of a forward pass; per-layer
-        numerics are listed in it.
+      forward_order: names of layers and parameters in the order of a forward pass;
+        per-layer numerics are listed in it.
       build: (spec, **settings) -> the model as pure functions. The settings are
         `compute_dtype`, `param_dtype`, `dot_general_for`, `attention`,
         `rescale_grads` and `tensor_axis`; see `layers.Factory`. The bound model is a
@@ -175,7 +175,7 @@ class Family:
     """
 
     name: str
-    parts: tuple[str, ...]
+    forward_order: tuple[str, ...]
     build: Callable[..., ModelFunctions]
     check_tensor: Callable[[Any, int, int], None]
     huggingface: HuggingFace

@@ -485,7 +485,7 @@ def in_forward_order(
             unstacked |= {f"{blocks}.{i}.{rest}": row for i, row in enumerate(values)}
         else:
             unstacked[name] = values
-    parts = (SIDES[0], *model.family.parts, SIDES[1])
+    parts = (SIDES[0], *model.family.forward_order, SIDES[1])
     ranks = {part: i for i, part in enumerate(parts)}
     yield from sorted(unstacked.items(), key=lambda item: sort_key(item[0], ranks))
 

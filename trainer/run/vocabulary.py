@@ -173,7 +173,7 @@ def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:
 
     Raises UserError if the data is no text.
     """
-    documents = data.train.documents("train", MAX_TOKENS)
+    documents = data.train.documents(MAX_TOKENS)
     if not documents:
         raise UserError(
             "init.embeddings=focus learns from the data's text which tokens are alike,"

@@ -36,7 +36,7 @@ def matmul_sizes(spec: GPT2Spec, sizes: Sizes) -> Sizes:
 
 FAMILY = Family(
     name="gpt2",
-    parts=(
+    forward_order=(
         "wte", "wpe", "h", "ln_f", "ln_1", "attn", "ln_2", "mlp",
         "c_attn", "c_value", "c_gate", "c_fc", "c_proj", "embedding", "scale",
         "kernel", "bias",

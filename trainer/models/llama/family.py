@@ -33,7 +33,7 @@ def make_family(cls: type[LlamaSpec]) -> Family:
 
     return Family(
         name=cls.config_format.model_type,
-        parts=(
+        forward_order=(
             "wte", "h", "norm", "lm_head", "attn_norm", "attn", "mlp_norm", "mlp",
             "q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj", "gate_proj",
             "up_proj", "down_proj", "embedding", "scale", "kernel", "bias",

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.assembly import callbacks
 from trainer.assembly.evaluation import validation_text
-from trainer.data import Loader, TextSource, prefetch, prepare
+from trainer.data import ShardLoader, TextSource, prefetch, prepare
 from trainer.data.dataset import Dataset
 from trainer.data.loader import segments
 from trainer.errors import UserError
@@ -26,7 +26,9 @@ def stream(loader, split):
 
 def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(directory):
     context, batch_size = 64, 7
-    loader = Loader(directory, "train", context=context, batch_size=batch_size, seed=1)
+    loader = ShardLoader(
+        directory, "train", context=context, batch_size=batch_size, seed=1
+    )
     tokens = stream(loader, "train")
     n = (len(tokens) - 1) // context
     assert loader.windows == n
@@ -44,12 +46,12 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(dire
 
 def test_a_batch_depends_on_seed_and_step_alone_whoever_reads_it(directory):
     settings = {"context": 32, "batch_size": 8, "document_mask": True}
-    first = Loader(directory, "train", seed=1, **settings)
+    first = ShardLoader(directory, "train", seed=1, **settings)
     wanted = [first.batch(step).tokens for step in range(20)]
-    second = Loader(directory, "train", seed=1, **settings)
+    second = ShardLoader(directory, "train", seed=1, **settings)
     for step in reversed(range(20)):
         assert np.array_equal(second.batch(step).tokens, wanted[step])
-    other = Loader(directory, "train", seed=2, **settings)
+    other = ShardLoader(directory, "train", seed=2, **settings)
     assert not np.array_equal(other.batch(0).tokens, wanted[0])
     batch = first.batch(11)
     assert batch.tokens.dtype == batch.segments.dtype == np.int32
@@ -60,7 +62,9 @@ def test_a_batch_depends_on_seed_and_step_alone_whoever_reads_it(directory):
 
 
 def test_validation_covers_its_split_in_order(directory):
-    loader = Loader(directory, "val", context=50, batch_size=3, shuffle=False, seed=9)
+    loader = ShardLoader(
+        directory, "val", context=50, batch_size=3, shuffle=False, seed=9
+    )
     inputs = np.concatenate(
         [loader.batch(step).tokens[:, :-1] for step in range(loader.steps_per_epoch)]
     )
@@ -79,33 +83,33 @@ def test_an_end_of_text_belongs_to_the_document_it_ends():
 def test_a_split_shorter_than_one_window_is_an_error_that_says_how_much_it_needs(
     directory,
 ):
-    loader = Loader(directory, "val", context=8, batch_size=1)
-    Loader(directory, "val", context=loader.tokens - 1, batch_size=1).batch(5)
+    loader = ShardLoader(directory, "val", context=8, batch_size=1)
+    ShardLoader(directory, "val", context=loader.tokens - 1, batch_size=1).batch(5)
     with pytest.raises(
         UserError, match=rf"val part of .* has {loader.tokens} tokens, one window needs"
     ):
-        Loader(directory, "val", context=loader.tokens, batch_size=1)
+        ShardLoader(directory, "val", context=loader.tokens, batch_size=1)
 
 
 def test_a_split_of_fewer_windows_than_the_batch_repeats_them(directory):
-    few = Loader(directory, "val", context=4_000, batch_size=999, shuffle=False)
+    few = ShardLoader(directory, "val", context=4_000, batch_size=999, shuffle=False)
     assert few.steps_per_epoch == 1
     rows = few.batch(0).tokens
     assert np.array_equal(rows[: few.windows], rows[few.windows : 2 * few.windows])
 
 
 def test_no_window_counts_twice_in_a_validation(directory):
-    tokens = Loader(directory, "val", context=8, batch_size=1).tokens
+    tokens = ShardLoader(directory, "val", context=8, batch_size=1).tokens
     settings = {"seed": 0, "context": (tokens - 1) // 5, "batch_size": 16}
-    val = Dataset.open(directory, batch_parts=2, **settings).val
+    val = Dataset.open(directory, row_multiple=2, **settings).val
     assert (val.windows, val.batch_size, val.steps_per_epoch) == (5, 4, 1)
     assert callbacks.tokens_read(val, 9) == 4 * val.context
     with pytest.raises(UserError, match=r"has 5 windows .* fewer than the 8 parts"):
-        Dataset.open(directory, batch_parts=8, **settings)
+        Dataset.open(directory, row_multiple=8, **settings)
 
 
 def test_prefetch_gives_the_loader_s_batches_in_order(directory):
-    loader = Loader(directory, "train", context=16, batch_size=4)
+    loader = ShardLoader(directory, "train", context=16, batch_size=4)
     rows = slice(1, 3)
     actual = list(prefetch(loader, 3, 12, rows, depth=3))
     assert [step for step, _ in actual] == list(range(3, 12))
@@ -129,7 +133,7 @@ def test_an_error_surfaces_at_its_step_and_the_thread_ends():
 
 def test_closing_early_ends_the_thread(directory):
     batches = prefetch(
-        Loader(directory, "train", context=16, batch_size=4), 0, 1_000_000
+        ShardLoader(directory, "train", context=16, batch_size=4), 0, 1_000_000
     )
     next(batches)
     assert "prefetch" in [thread.name for thread in threading.enumerate()]

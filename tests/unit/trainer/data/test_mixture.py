@@ -7,7 +7,7 @@ from corpora import rows, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.data import Loader, Manifest, TextSource, prepare
+from trainer.data import Manifest, ShardLoader, TextSource, prepare
 from trainer.data.mixture import (
     MixedManifest,
     Mixture,
@@ -161,7 +161,8 @@ def made(tmp_path, files, tokenizer="byte", **settings):
 def loaders(parts, split, **settings):
     given = {"context": 16, "batch_size": 8, "seed": 1, **settings}
     return {
-        name: Loader(directory, split, **given) for name, directory in parts.items()
+        name: ShardLoader(directory, split, **given)
+        for name, directory in parts.items()
     }
 
 
@@ -169,16 +170,13 @@ def manifests_of(parts):
     return {name: Manifest.load(directory) for name, directory in parts.items()}
 
 
-def mixture(parts, split="train", *weights, seed=1, batch_size=None, **settings):
+def mixture(parts, split="train", *weights, seed=1, **settings):
     stages = enumerate(weights or [(0.75, 0.25)])
-    return Mixture(
+    return Mixture.for_training(
         loaders(parts, split, **settings),
         MixedManifest.merge(manifests_of(parts)),
-        split,
         [MixtureStage(i, stage) for i, stage in stages],
-        seed,
-        batch_size=batch_size,
-        batch_parts=4 if batch_size else 1,
+        seed=seed,
     )
 
 
@@ -214,7 +212,7 @@ def test_the_bytes_of_a_token_are_those_of_the_sources_as_they_are_read(tmp_path
     parts = made(tmp_path, files, str(tmp_path), val_fraction=0.5)
     for shares in ((0.25, 0.75), (1.0, 0.0)):
         mixed = mixture(parts, "val", shares)
-        sizes = [part.validation_bytes_per_token(3) for part in mixed.parts.values()]
+        sizes = [part.validation_bytes_per_token(3) for part in mixed.sources.values()]
         assert sizes[0] - sizes[1] > 0.2
         samples = mixed.sampler.samples_per_source(3)
         mean = samples @ sizes / samples.sum()
@@ -222,7 +220,14 @@ def test_the_bytes_of_a_token_are_those_of_the_sources_as_they_are_read(tmp_path
 
 
 def test_no_window_counts_twice_in_the_validation_of_a_mixture(parts):
-    windows = mixture(parts, "val", seed=None, batch_size=1024).batch(0).tokens
+    validation = Mixture.for_validation(
+        loaders(parts, "val"),
+        MixedManifest.merge(manifests_of(parts)),
+        MixtureStage(0, (0.75, 0.25)),
+        batch_size=1024,
+        row_multiple=4,
+    )
+    windows = validation.batch(0).tokens
     assert 0 < len(windows) < 1024
     assert len(windows) % 4 == 0
     assert len(np.unique(windows, axis=0)) == len(windows)
@@ -235,7 +240,6 @@ def test_a_manifest_of_several_is_their_sum_and_refuses_two_tokenizers(parts, tm
         counts = [getattr(m, count)("val") for m in manifests.values()]
         assert getattr(mixed, count)("val") == sum(counts)
     assert mixed.fingerprint != merge(dict(reversed(manifests.items()))).fingerprint
-    assert sum(map(len, mixed.open("train"))) == mixed.token_count("train")
     edited = text_of("abcdefgh")[:-1] + "!"  # of the same length
     other = manifests_of(made(tmp_path, {"lower.txt": edited}))
     assert merge(manifests | other).validation_content != mixed.validation_content
@@ -274,7 +278,7 @@ def test_documents_are_of_every_source_in_turns_as_the_shares_are(tmp_path):
     parts = made(tmp_path, files)
 
     def letters(*weights):
-        documents = mixture(parts, "val", *weights).documents("val", 80)
+        documents = mixture(parts, "val", *weights).documents(80)
         return "".join(chr(document[0]) for document in documents)
 
     assert letters((0, 1)) == "c" * 8

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.cli import prepare_data
-from trainer.data import Loader, Manifest, TextSource, prepare, shards
+from trainer.data import Manifest, ShardLoader, TextSource, prepare, shards
 from trainer.errors import UserError
 
 
@@ -196,7 +196,7 @@ def test_altered_tokenizer_files_are_found(directory):
 def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(
     directory, change
 ):
-    loader = Loader(directory, "train", context=8, batch_size=2)
+    loader = ShardLoader(directory, "train", context=8, batch_size=2)
     loader.batch(0)
     path = directory / loader.manifest.splits["train"].shards[0].name
     data = path.read_bytes()
