@@ -10,7 +10,7 @@ REMAT_POLICIES = (
     "checkpoint_dots",
     "checkpoint_dots_with_no_batch_dims",
 )
-REMATS = ("none", "elementwise", "block", *REMAT_POLICIES)
+REMAT_MODES = ("none", "elementwise", "block", *REMAT_POLICIES)
 
 # MLPs that compute the same function, and differ only in roundings.
 EQUIVALENT_MLPS = {"swiglu", "smooth_swiglu"}

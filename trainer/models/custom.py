@@ -27,7 +27,7 @@ from trainer.models.model_functions import ModelFunctions, functions_of_module
 class Build(Factory):
     """The sizes, dtypes, keys and layers from which a custom model is built.
 
-    `at("h.3")` is the `Build` of a block. Its `linear(name, d_in, d_out, stddev,
+    `scope("h.3")` is the `Build` of a block. Its `linear(name, d_in, d_out, stddev,
     kind)`, of kind "column" or "row", makes the layer `h.3.NAME`, which the presets'
     pattern `h.*` chooses for FP8. All layers take activations `[N, d]`. Other
     parameters need a role: `nnx.Param(value, role=Role(kind, ...))`.
@@ -50,7 +50,7 @@ class Build(Factory):
         super().__init__(path, rngs, **settings)
         self.vocab_size, self.context, self._settings = vocab_size, context, settings
 
-    def at(self, path: str) -> "Build":
+    def scope(self, path: str) -> "Build":
         """Return a `Build` for layers under a path."""
         return Build(self.vocab_size, self.context, path, self.rngs, **self._settings)
 

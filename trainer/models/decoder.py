@@ -4,7 +4,6 @@ Legend: B batch, T time, N = B*T, S cache length, D model, G heads of keys and v
 head dim, V padded vocabulary, L layers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +20,10 @@ class Decoder(nnx.Module):
 
     spec: Any
     compute_dtype: DTypeLike
-    hidden: Callable[..., jax.Array]
+
+    def hidden(self, *args: Any, **settings: Any) -> jax.Array:
+        """Return the hidden states `[B, T, D]` of tokens; see the families."""
+        raise NotImplementedError
 
     @property
     def head_VxD(self) -> jax.Array:

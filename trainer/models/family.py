@@ -122,7 +122,10 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """Return hidden states `[B, T, D]` of `loss`'s forward pass, for `logits`."""
+        """Return hidden states `[B, T, D]` of `loss`'s forward pass, for `logits`.
+
+        A custom model, whose head is unknown, returns logits `[B, T, V]`.
+        """
 
     def init_cache(self, batch: int, length: int | None = None) -> Any:
         """Return an empty cache of `length` positions, by default of `context`."""

@@ -21,7 +21,7 @@ Ids = npt.NDArray[np.int64]
 ROWS_AT_ONCE = 512
 
 
-class Shared(NamedTuple):
+class SharedTokens(NamedTuple):
     """Tokens with equal bytes in two vocabularies: their new and old ids, [n] each."""
 
     new: Ids
@@ -69,7 +69,7 @@ class RowMixture(NamedTuple):
     weights: Array
 
     @classmethod
-    def from_vectors(cls, vectors_VxW: Array, shared: Shared) -> Self:
+    def from_vectors(cls, vectors_VxW: Array, shared: SharedTokens) -> Self:
         """Return mixtures weighted by the cosines of token vectors.
 
         Tokens whose vector is zero are left out.
@@ -102,7 +102,7 @@ def new_rows(
     method: Method,
     old_VxD: Array,
     fresh_NxD: Array,
-    shared: Shared,
+    shared: SharedTokens,
     mixture: RowMixture | None,
     seed: int,
 ) -> Array:
@@ -125,14 +125,14 @@ def new_rows(
     """
     if method == "random":
         return fresh_NxD.astype(np.float32)
-    normal = np.random.default_rng(seed).standard_normal(fresh_NxD.shape, np.float32)
-    gaussian = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * normal
     if method == "copy":
         rows = fresh_NxD
     elif method == "mean":
         rows = np.broadcast_to(old_VxD.mean(axis=0), fresh_NxD.shape)
     else:
-        rows = gaussian
+        random = np.random.default_rng(seed)
+        normal = random.standard_normal(fresh_NxD.shape, np.float32)
+        rows = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * normal
     rows = np.array(rows, np.float32)
     shared_rows = old_VxD[shared.old]
     if mixture is not None:

@@ -3,6 +3,7 @@
 Legend: B batch (one here), T time, S cache length, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ class Generator:
         ) -> tuple[jax.Array, Any]:
             return prefill(bind(params), window_S, length, len(window_S))
 
-        @jax.jit
+        @functools.partial(jax.jit, static_argnames="positions")
         def sample_window(
             params: Params,
             logits_V: jax.Array,
@@ -106,11 +107,11 @@ class Generator:
             key: jax.Array,
             sampled: jax.Array,
             controls: tuple[jax.Array, jax.Array, jax.Array],
-            empty_S: jax.Array,
+            positions: int,
         ) -> jax.Array:
             """Return `count` new ids after `length` cached tokens, then zeros, `[S]`.
 
-            `sampled`: the number of ids of earlier windows. `empty_S`: zeros.
+            `sampled`: the number of ids of earlier windows. `positions`: S.
             """
             model = bind(params)
 
@@ -121,13 +122,12 @@ class Generator:
                 token = sample(logits_V, token_key, *controls)
                 # The last token of a full window has no place in the cache; its logits
                 # are never used.
-                position = jnp.minimum(length + i, len(empty_S) - 1)
+                position = jnp.minimum(length + i, positions - 1)
                 logits_V, cache = extend(model, token, cache, position)
                 return i + 1, ids_S.at[i].set(token), logits_V, cache
 
-            return jax.lax.while_loop(
-                lambda carry: carry[0] < count, step, (0, empty_S, logits_V, cache)
-            )[1]
+            first = 0, jnp.zeros(positions, jnp.int32), logits_V, cache
+            return jax.lax.while_loop(lambda carry: carry[0] < count, step, first)[1]
 
         self._prefill, self._sample = prefill_window, sample_window
 
@@ -152,11 +152,13 @@ class Generator:
         Raises:
           UserError: an empty prompt, or a number out of its range.
         """
-        check(prompt, max_new_tokens, temperature, top_k, top_p, seed)
+        check_sampling_arguments(
+            prompt, max_new_tokens, temperature, top_k, top_p, seed
+        )
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
         # The cache is only as large as needed: the spec's context may be very long.
-        positions = max(len(prompt) + max_new_tokens, MIN_CACHE)
-        S = min(self.spec.context, 1 << (positions - 1).bit_length())
+        needed = max(len(prompt) + max_new_tokens, MIN_CACHE)
+        S = min(self.spec.context, 1 << (needed - 1).bit_length())
         ids, sampled = list(prompt[-S:]), 0
         while sampled < max_new_tokens:
             before_window()
@@ -175,14 +177,14 @@ class Generator:
                 key,
                 jnp.int32(sampled),
                 controls,
-                jnp.zeros(S, jnp.int32),
+                positions=S,
             )
             ids += np.asarray(new_ids)[:count].tolist()
             sampled += count
         return ids[len(ids) - max_new_tokens :]
 
 
-def check(
+def check_sampling_arguments(
     prompt: Sequence[int],
     max_new_tokens: int,
     temperature: float,

@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.files import directory_of
 from trainer.models.family import Spec
 from trainer.models.model_functions import Params
-from trainer.models.new_tokens import Method, RowMixture, Shared, new_rows
+from trainer.models.new_tokens import Method, RowMixture, SharedTokens, new_rows
 from trainer.models.weight_files import CONFIG
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.initial_weights import (
@@ -105,12 +105,12 @@ def end_of_text_id(directory: Path, tokens: Mapping[bytes, int]) -> int | None:
     return tokens.get(end.encode())
 
 
-def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> Shared:
+def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> SharedTokens:
     """Return the tokens that both have. Raises UserError if only the end of a document
     is shared.
     """
-    shared = Shared.match(with_special(new), old.tokens, (new.eot, old.end))
-    # `Shared.match` always pairs the two ends, if the old one is known.
+    shared = SharedTokens.match(with_special(new), old.tokens, (new.eot, old.end))
+    # `SharedTokens.match` always pairs the two ends, if the old one is known.
     end_pairs = 0 if old.end is None else 1
     if len(shared.new) <= end_pairs:
         raise UserError(
@@ -144,7 +144,7 @@ def weights_for_tokenizer(
     tokenizer = data.tokenizer
     old_vocabulary = vocabulary_of(source)
     if method == "random":
-        shared = Shared.none()
+        shared = SharedTokens.none()
     else:
         shared = shared_with(old_vocabulary, tokenizer, source)
     mixture = None

@@ -23,7 +23,7 @@ class Next(CausalModel):
     """Two layers of `build`, one parameter of its own making."""
 
     def __init__(self, build):
-        make = build.at("h.0")
+        make = build.scope("h.0")
         self.table = build.table(build.vocab_size, D)
         self.shift = nnx.Param(jnp.zeros(D), role=Role("bias"))
         self.norm = make.layer_norm(D)

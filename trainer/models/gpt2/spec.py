@@ -17,7 +17,7 @@ from trainer.bounds import (
     more_than,
 )
 from trainer.errors import UserError
-from trainer.models.choices import EQUIVALENT_MLPS, REMATS
+from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
 from trainer.models.config_values import whole_number
 
 CHECKPOINT_FIELDS = (
@@ -103,7 +103,7 @@ class GPT2Spec:
     d_mlp: Positive | None = None
     dropout: ShareBelow1 = 0.0
     scan_layers: bool = False
-    remat: Annotated[str, OneOf(REMATS)] = "none"
+    remat: Annotated[str, OneOf(REMAT_MODES)] = "none"
     keep_fp8_weights: bool = True
     loss_logits: Literal["compute"] | None = None
     init_std: Annotated[float, more_than(0, "; GPT-2's is 0.02")] = 0.02
@@ -160,6 +160,7 @@ class GPT2Spec:
     @property
     def attention_window(self) -> None:
         """See `family.Spec`: a query sees all keys before it."""
+        return None
 
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:

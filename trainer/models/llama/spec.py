@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
-from trainer.models.choices import EQUIVALENT_MLPS, REMATS
+from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
 from trainer.models.llama.config_json import ConfigFormat, fields_from_config
 from trainer.models.llama.rope import RopeScaling
 
@@ -83,7 +83,7 @@ class LlamaSpec:
     norm_eps: Annotated[float, more_than(0, ", such as 1e-5")] = 1e-5
     tied: bool = True
     scan_layers: bool = False
-    remat: Annotated[str, OneOf(REMATS)] = "none"
+    remat: Annotated[str, OneOf(REMAT_MODES)] = "none"
     keep_fp8_weights: bool = True
     loss_logits: Literal["compute"] | None = None
     init_std: Annotated[float, more_than(0, ", such as 0.02")] = 0.02

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainer.models.new_tokens import RowMixture, Shared, new_rows, sparsemax
+from trainer.models.new_tokens import RowMixture, SharedTokens, new_rows, sparsemax
 
 NUMBERS = st.floats(-50, 50, width=32)
 
@@ -33,12 +33,12 @@ def test_sparsemax_is_the_projection_to_the_simplex(z):
 def test_tokens_of_the_same_bytes_are_shared_and_so_are_the_ends_of_documents():
     new = {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4}
     old = {b"the": 0, b"a": 7, b"<|end|>": 2}
-    shared = Shared.match(new, old, (5, 1))
+    shared = SharedTokens.match(new, old, (5, 1))
     assert shared.new.tolist() == [0, 3, 4, 5]
     assert shared.old.tolist() == [7, 0, 2, 1]
     # whose end nothing tells
-    assert Shared.match(new, old, (4, None)).new.tolist() == [0, 3]
-    assert Shared.match({b"x": 0}, old, (1, None)).new.size == 0
+    assert SharedTokens.match(new, old, (4, None)).new.tolist() == [0, 3]
+    assert SharedTokens.match({b"x": 0}, old, (1, None)).new.size == 0
 
 
 def tables(n_old=40, n_new=30, width=16):
@@ -47,7 +47,7 @@ def tables(n_old=40, n_new=30, width=16):
     return old, rng.normal(0, 0.02, (n_new, width)).astype(np.float32)
 
 
-SHARED = Shared(np.arange(10), np.arange(20, 30))
+SHARED = SharedTokens(np.arange(10), np.arange(20, 30))
 
 
 @pytest.mark.parametrize("method", ["focus", "mean", "gaussian", "copy", "random"])
@@ -80,13 +80,13 @@ def test_a_mixture_is_of_the_shared_tokens_that_are_alike():
     vectors[5] = 0  # never seen
     vectors[3] = 4 * vectors[3]  # lengths do not count
     mixture = RowMixture.from_vectors(
-        vectors, Shared(np.array([0, 1]), np.array([8, 9]))
+        vectors, SharedTokens(np.array([0, 1]), np.array([8, 9]))
     )
     assert mixture.ids.tolist() == [2, 3, 4]
     np.testing.assert_allclose(mixture.weights, [[0.5, 0.5], [1, 0], [0, 1]], atol=1e-6)
     # nothing was seen, or not the only shared one
     for seen, shared in ((0, 0), (1, 5)):
-        nothing = Shared(np.array([shared]), np.array([0]))
+        nothing = SharedTokens(np.array([shared]), np.array([0]))
         mixture = RowMixture.from_vectors(seen * vectors, nothing)
         assert mixture.ids.size == 0
         assert mixture.weights.shape == (0, 1)
