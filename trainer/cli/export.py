@@ -285,7 +285,7 @@ def write_files(
     Raises:
       UserError: the tokenizer cannot be exported; nothing was written.
     """
-    from trainer.data.hf_tokenizer import check_hf_pattern, save_hf
+    from trainer.data.hf_tokenizer import refuse_unknown_pattern, save_hf
     from trainer.files import read_object
     from trainer.models.huggingface import save
     from trainer.models.weight_files import (
@@ -301,7 +301,7 @@ def write_files(
     generation_settings = generation_config(origin, eot)
     original_files = []
     if origin is None:
-        check_hf_pattern(model.tokenizer)
+        refuse_unknown_pattern(model.tokenizer)
     else:
         original_files = tokenizer_files(origin)
     weights = save(out, model.spec, params, eot, kernels)

@@ -16,14 +16,14 @@ import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING, unspell
-from trainer.data.tokenizer_bounds import check_pattern
+from trainer.data.tokenizer_bounds import refuse_slow_pattern
 from trainer.data.tokenizer_settings import (
     SAVE_AGAIN,
     SETTINGS,
-    check_added_later,
     read_beside,
     read_bytes,
     read_json,
+    refuse_tokens_added_later,
 )
 from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2
 from trainer.errors import UserError
@@ -128,7 +128,9 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
         vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.
-    check_added_later(directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)})
+    refuse_tokens_added_later(
+        directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)}
+    )
     pre_tokenizer = BYTE_LEVEL | {"use_regex": True}
     return bpe_tokenizer_json(
         vocabulary, merges, special, pre_tokenizer, ignore_merges=False
@@ -220,9 +222,9 @@ def is_same_in_tiktoken(
 def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     """Return the merges of a byte-pair encoding, in order.
 
-    Merges of lower ranks are applied to a token's bytes. If two parts remain, the
-    token's merge joins them. If more remain, no merge makes the token: it is only
-    matched as a whole word.
+    Run BPE on each token with only lower ranks: the last merge is the token's merge. If
+    more than two parts remain, no merge makes the token: it is only matched as a whole
+    word.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -325,7 +327,7 @@ def keeps_words(part: dict[str, Any]) -> bool:
     return part.get("type") == "Split" and is_kept
 
 
-def check_distinct(name: str | Path, ids: TokenIds) -> None:
+def refuse_equal_ids(name: str | Path, ids: TokenIds) -> None:
     """Raise UserError for two tokens of one id."""
     tokens: dict[int, bytes] = {}
     for token, i in ids.items():
@@ -358,9 +360,9 @@ def encoding(
                 f"{path}: the special token {token!r} has the id {i} of an ordinary"
                 " token; give it another"
             )
-    check_distinct(path, ranks)
+    refuse_equal_ids(path, ranks)
     special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
-    check_pattern(path, pattern)
+    refuse_slow_pattern(path, pattern)
     try:
         return tiktoken.Encoding(
             str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special

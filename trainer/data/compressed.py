@@ -12,15 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import BLOCK, PARQUET
+from trainer.data.files import BLOCK, PARQUET, stamp_of
 from trainer.errors import UserError
-from trainer.files import check_regular, replaced_atomically, write_atomically
+from trainer.files import (
+    TEXT_BYTES,
+    check_regular,
+    replaced_atomically,
+    write_atomically,
+)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-# A file may hold up to MAX_EXPANSION times its bytes, or ALWAYS_ALLOWED bytes if these
-# are more. Text is compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
-MAX_EXPANSION = 100
-ALWAYS_ALLOWED = 64 << 20
+# A file may hold up to this many times its bytes, or TEXT_BYTES if these are more. Text
+# is compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
+MAX_DECOMPRESSION = 100
 
 
 def decompressed(path: Path, cache_dir: Path) -> Path:
@@ -37,8 +41,8 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     if codec is None:
         return path
     check_regular(path)
-    stat = path.stat()
-    identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    size_on_disk = path.stat().st_size
+    identity = f"{path.resolve()} {stamp_of(path)}"
     key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     name = path.stem.lstrip(".") or "text"
     # Names with a dot are not read, so the cache may lie inside a directory of texts.
@@ -46,7 +50,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     record = target.with_name(".digest")
     if is_intact(target, record):
         return target
-    limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * stat.st_size)
+    limit = max(TEXT_BYTES, MAX_DECOMPRESSION * size_on_disk)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replaced_atomically(target) as file:
@@ -55,7 +59,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                 size += len(block)
                 if size > limit:
                     raise UserError(
-                        f"{path}: {stat.st_size:,} bytes decompress to more than"
+                        f"{path}: {size_on_disk:,} bytes decompress to more than"
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 file.write(block)

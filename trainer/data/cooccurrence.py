@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float32]
 
 def token_vectors(
     tokens_N: npt.NDArray[np.integer],
-    n_ids: int,
+    vocab_size: int,
     *,
     end: int | None = None,
     width: int = WIDTH,
@@ -32,20 +32,20 @@ def token_vectors(
 
     Args:
       tokens_N: ids in the order of the text; the first `MAX_TOKENS` are read.
-      n_ids: the vocabulary's size.
+      vocab_size: ids are below it.
       end: the id that ends a document; tokens of two documents are no neighbors. None:
           the text is one document.
       width: length of a vector; its elements beyond the rank of the matrix are 0.
       window: largest distance between neighbors; a pair at distance n counts 1/n.
 
     Returns:
-      FP32 [n_ids, width]; the vectors of ids that the text lacks are 0.
+      FP32 [vocab_size, width]; the vectors of ids that the text lacks are 0.
     """
     counts = cooccurrence_counts(
-        np.asarray(tokens_N[:MAX_TOKENS], np.int64), n_ids, end, window
+        np.asarray(tokens_N[:MAX_TOKENS], np.int64), vocab_size, end, window
     )
     present = np.flatnonzero(counts.sum(axis=1))
-    vectors = np.zeros((n_ids, width), np.float32)
+    vectors = np.zeros((vocab_size, width), np.float32)
     rank = min(width, len(present) - 1)
     if rank < 1:
         return vectors
@@ -73,12 +73,15 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
 
 
 def cooccurrence_counts(
-    tokens_N: npt.NDArray[np.int64], n_ids: int, end: int | None, window: int
+    tokens_N: npt.NDArray[np.int64], vocab_size: int, end: int | None, window: int
 ) -> sparse.csr_array:
-    """Return the weighted co-occurrences of tokens, FP32 [n_ids, n_ids], symmetric."""
+    """Return the weighted co-occurrences of tokens.
+
+    The matrix is FP32 [vocab_size, vocab_size] and symmetric.
+    """
     if end is not None:
         document_N = np.cumsum(tokens_N == end)
-    counts = sparse.csr_array((n_ids, n_ids), dtype=np.float32)
+    counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.float32)
     for distance in range(1, min(window, len(tokens_N) - 1) + 1):
         left, right = tokens_N[:-distance], tokens_N[distance:]
         if end is not None:
@@ -86,7 +89,9 @@ def cooccurrence_counts(
             is_pair = (left != end) & same_document
             left, right = left[is_pair], right[is_pair]
         weight = np.full(len(left), 1 / distance, np.float32)
-        pairs = sparse.coo_array((weight, (left, right)), shape=(n_ids, n_ids))
+        pairs = sparse.coo_array(
+            (weight, (left, right)), shape=(vocab_size, vocab_size)
+        )
         counts = counts + pairs.tocsr()
     return (counts + counts.T).tocsr()
 

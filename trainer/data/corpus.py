@@ -54,9 +54,8 @@ Position = Any  # JSON values that say where reading continues
 
 DOCUMENTS_PER_READ = 256
 FILES_PER_READ = 16
-# A single text is read in pieces of about this size.
-PIECE_CHARS = 1 << 21
-# Characters of the preceding text that the tokens of a piece may depend on.
+PIECE_CHARS = 1 << 21  # of a single text, which is read in pieces
+# The tokens of a piece may depend on this many characters before it.
 PRECEDING_CHARS = 1 << 12
 
 
@@ -309,7 +308,8 @@ def corpus_of_decompressed(
     for file in files:
         by_format.setdefault(formats[file.path], []).append(file)
     groups = list(by_format.items())
-    if len(groups) > 1:  # A data set's README.md, for example, is read as text.
+    # Tell the user, since a data set's README.md is easily trained on.
+    if len(groups) > 1:
         counts = []
         for format, members in groups:
             example = compressed.get(members[0].path, members[0].path)
@@ -345,7 +345,7 @@ def corpus_of_decompressed(
                     " text without documents; leave it out"
                 )
             fingerprint_parts, length = ["single", digests], file.chars
-            read = functools.partial(read_text, file)
+            read = functools.partial(read_single_text, file)
         case [("text", _)]:
             fingerprint_parts = ["files", digests, max_documents]
         case [(format, _)]:
@@ -411,23 +411,22 @@ def read_files(
         ):
             yield TextBatch(texts, after)
         return
-    read = read_parquet if format == "parquet" else read_documents
     with reading_errors(files, format):
-        for texts, after in read(files, column, max_documents, position):
+        if format == "parquet":
+            batches = read_parquet(files, column, max_documents, position)
+        else:
+            batches = read_documents(files, max_documents, position)
+        for texts, after in batches:
             yield TextBatch(texts, after)
 
 
 def read_documents(
-    files: Sequence[SourceFile],
-    column: str,
-    max_documents: int | None,
-    position: Position,
+    files: Sequence[SourceFile], max_documents: int | None, position: Position
 ) -> Iterator[tuple[list[str], Position]]:
     """Yield the texts of files, each a document, and the position after them.
 
     A position is the number of files that were read.
     """
-    del column
     # An empty file counts towards max_documents, as an empty row of other formats does.
     paths = [file.path for file in files[:max_documents] if file.size]
     for start in range(position or 0, len(paths), FILES_PER_READ):
@@ -497,7 +496,7 @@ def read_dataset(
         yield TextBatch(texts, dataset.state_dict())
 
 
-def read_text(file: SourceFile, position: Position) -> Iterator[TextBatch]:
+def read_single_text(file: SourceFile, position: Position) -> Iterator[TextBatch]:
     """Yield a single text in pieces that end at a LINE_START, from a line on."""
     start = position or 0
     preceding, piece = "", list[str]()

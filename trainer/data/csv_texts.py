@@ -28,7 +28,7 @@ ADVICE = (
 UNREAD_SETTINGS = (
     "comment", "dialect", "lineterminator", "nrows", "skipfooter", "skiprows"
 )  # fmt: skip
-HEADERS = ("infer", None, 0)
+HEADERS = ("infer", None, 0)  # the header is the first row, or absent
 
 
 def csv_tables(
@@ -76,7 +76,8 @@ def read_texts(file: str, config: Any, column: str) -> Iterator[str]:
             " follow; save the texts as JSON lines"
         )
     names = config.names
-    is_noted = False  # a table inside a text is no fault: said once a file
+    # A quoted table is legal text: note it once per file, do not refuse it.
+    is_noted = False
     has_header = config.header == 0 or (config.header == "infer" and names is None)
     encoding = config.encoding or "utf-8"
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):

@@ -165,7 +165,7 @@ class CustomLoader:
         """Return no documents: batches have no text."""
         return []
 
-    def validation_bytes(self, steps: int) -> float:
+    def validation_bytes_per_token(self, steps: int) -> float:
         """See `Loader`."""
         del steps
         return self.manifest.byte_count("val") / self.manifest.token_count("val")

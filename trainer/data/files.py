@@ -25,7 +25,7 @@ from trainer.files import check_regular, path_of, write_atomically
 from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
-# Formats by suffix. Files with other suffixes are text.
+# Formats by suffix. For other suffixes see NOT_PLAIN, else a file is text.
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -42,7 +42,7 @@ NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
 # Git LFS puts a pointer with this start in the place of a file that was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
-MAX_NAMED = 8  # files that a message names one by one
+MAX_NAMED = 8  # files that one message lists
 # Advice for files whose text columns have different names.
 OTHER_COLUMNS = (
     "; if files name their columns differently, run `scalify-trainer prepare-data"

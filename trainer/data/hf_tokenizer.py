@@ -67,21 +67,21 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     if context is not None:
         settings["model_max_length"] = context
     if isinstance(tokenizer, JSONTokenizer):
-        trees = {TOKENIZER_JSON: tokenizer.tree, SETTINGS: settings}
+        files = {TOKENIZER_JSON: tokenizer.tree, SETTINGS: settings}
     else:
-        check_hf_pattern(tokenizer)
-        trees = {
+        refuse_unknown_pattern(tokenizer)
+        files = {
             TOKENIZER_JSON: to_tokenizer_json(tokenizer),
             SETTINGS: settings | {"bos_token": end},
         }
-    for name, tree in trees.items():
+    for name, tree in files.items():
         write_atomically(
             directory / name, json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
         )
-    return [directory / name for name in trees]
+    return [directory / name for name in files]
 
 
-def check_hf_pattern(tokenizer: Tokenizer) -> None:
+def refuse_unknown_pattern(tokenizer: Tokenizer) -> None:
     """Raise UserError for a word pattern of tiktoken that is not known.
 
     Hugging Face's library has another regex engine, so it may split words otherwise.

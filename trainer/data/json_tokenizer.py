@@ -18,15 +18,15 @@ import tokenizers
 from trainer.data.bpe_files import TokenIds, added_ids, is_bpe
 from trainer.data.byte_spelling import unspell
 from trainer.data.line_cuts import is_line_safe
-from trainer.data.tokenizer_bounds import check_tokenizer_json
+from trainer.data.tokenizer_bounds import refuse_growth_and_slow_patterns
 from trainer.data.tokenizer_settings import (
     ENDS,
     SETTINGS,
-    check_added_flags,
-    check_added_later,
-    check_transformers_settings,
     end_token,
     read_json,
+    refuse_other_flags,
+    refuse_other_settings,
+    refuse_tokens_added_later,
 )
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
@@ -201,7 +201,7 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
             f"{path} has dropout={model['dropout']} in its model, so that a text's ids"
             " are random; set it to null"
         )
-    check_tokenizer_json(path, tree)
+    refuse_growth_and_slow_patterns(path, tree)
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # the library raises this class only
@@ -265,7 +265,7 @@ def disable_special_tokens(
     tokenizer.model = parse_tokenizer(Path(TOKENIZER_JSON), copy).model
 
 
-def check_added_ids(
+def refuse_shifted_ids(
     path: Path, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
@@ -281,10 +281,10 @@ def check_added_ids(
                 f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
                 f" `tokenizers` gives it {library_id}; write {library_id} there"
             )
-    check_added_later(path.parent, path.name, tokenizer.get_vocab())
+    refuse_tokens_added_later(path.parent, path.name, tokenizer.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
-    check_added_flags(path.parent, path.name, words)
-    check_transformers_settings(path.parent, path.name, tree)
+    refuse_other_flags(path.parent, path.name, words)
+    refuse_other_settings(path.parent, path.name, tree)
 
 
 def end_of_document(path: Path, tree: dict[str, Any]) -> str:

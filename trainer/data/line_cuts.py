@@ -46,34 +46,40 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
 
     Each piece is encoded together with some of the text around it.
     """
-    normalizers = list(parts_of(tree.get("normalizer")))
     pre_tokenizers = list(parts_of(tree.get("pre_tokenizer")))
-    if any(map(NEWLINE_INSIDE.search, added_ids(tree))):
-        return False
-    if not all(is_local(part, NORMALIZERS) for part in normalizers):
-        return False
     known_types = SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS
-    if not all(is_local(part, known_types) for part in pre_tokenizers):
-        return False
-    # See what the normalizer makes of a line end: nothing, a space or a newline.
-    normalizer = tokenizer.normalizer
-    text = "a\nb" if normalizer is None else normalizer.normalize_str("a\nb")
-    line_end = re.search("a([\n \u2581])b", text)
-    if line_end is None:  # A word may span two lines.
+    has_local_parts = (
+        not any(map(NEWLINE_INSIDE.search, added_ids(tree)))
+        and all(is_local(p, NORMALIZERS) for p in parts_of(tree.get("normalizer")))
+        and all(is_local(part, known_types) for part in pre_tokenizers)
+    )
+    line_end = normalized_line_end(tokenizer)
+    if not has_local_parts or line_end is None:
         return False
     if any(map(splits_at_lines, pre_tokenizers)):
         return True
-    if line_end[1] != "\n":
-        # A line end is a space, and only Metaspace ends a word there.
-        return any(
-            part["type"] == "Metaspace" and part.get("split", True)
-            for part in pre_tokenizers
+    if line_end == "\n":
+        # A word may span lines. But no merge crosses a line's end if no token has a
+        # newline before another character.
+        return is_bpe(tree["model"]) and not any(
+            map(NEWLINE_INSIDE.search, tree["model"]["vocab"])
         )
-    # A word may span lines. But no merge crosses a line's end if no token has a newline
-    # before another character.
-    return is_bpe(tree["model"]) and not any(
-        map(NEWLINE_INSIDE.search, tree["model"]["vocab"])
+    # A line end is a space, and only Metaspace ends a word there.
+    return any(
+        part["type"] == "Metaspace" and part.get("split", True)
+        for part in pre_tokenizers
     )
+
+
+def normalized_line_end(tokenizer: tokenizers.Tokenizer) -> str | None:
+    """Return what the normalizer makes of a newline: itself, or a space.
+
+    None: something else or nothing, so that a word may span two lines.
+    """
+    normalizer = tokenizer.normalizer
+    text = "a\nb" if normalizer is None else normalizer.normalize_str("a\nb")
+    line_end = re.search("a([\n \u2581])b", text)
+    return None if line_end is None else line_end[1]
 
 
 def parts_of(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import NoColumn, SourceFile, reading_errors
 from trainer.errors import UserError
+from trainer.files import MAX_EXPANSION, TEXT_BYTES
 
 if TYPE_CHECKING:
     import pyarrow
@@ -12,11 +13,6 @@ if TYPE_CHECKING:
 
 ROWS_PER_CHECK = 1024
 ROWS_PER_READ = 256
-# Text may take up to MAX_EXPANSION times the bytes of its file, or ALWAYS_ALLOWED bytes
-# if these are more. Compression gains a factor of 2 to 20; a dictionary of one long
-# entry has no bound.
-MAX_EXPANSION = 1000
-ALWAYS_ALLOWED = 64 << 20
 BYTES_PER_ROW = 8  # memory of a row beside its text
 
 
@@ -40,12 +36,14 @@ def check_parquet(file: SourceFile, column: str) -> None:
     kind = schema.field(column).type
     if not is_text(kind):
         raise UserError(f"{file.path}: {not_text_column(column, str(kind))}")
-    with reading_errors([file], "parquet"), open_column(file, column) as parquet:
-        limit = max(ALWAYS_ALLOWED, MAX_EXPANSION * file.size)
-        if claimed_bytes(parquet.metadata, column) > limit:
+    with reading_errors([file], "parquet"), open_column(file, column) as parquet_file:
+        # Compression gains a factor of 2 to 20; a dictionary of one long entry has no
+        # bound.
+        limit = max(TEXT_BYTES, MAX_EXPANSION * file.size)
+        if claimed_bytes(parquet_file.metadata, column) > limit:
             raise too_large(file, limit)
         size = 0
-        for batch in parquet.iter_batches(ROWS_PER_CHECK, columns=[column]):
+        for batch in parquet_file.iter_batches(ROWS_PER_CHECK, columns=[column]):
             size += text_bytes(batch.column(column))
             if size > limit:
                 raise too_large(file, limit)
@@ -95,9 +93,9 @@ def read_parquet(
         if not file.size:
             continue
         start = first_batch if number == first_file else 0
-        with pyarrow.parquet.ParquetFile(file.path) as parquet:
+        with pyarrow.parquet.ParquetFile(file.path) as parquet_file:
             for i, batch in enumerate(
-                parquet.iter_batches(ROWS_PER_READ, columns=[column])
+                parquet_file.iter_batches(ROWS_PER_READ, columns=[column])
             ):
                 if i < start:
                     continue

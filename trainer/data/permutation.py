@@ -52,12 +52,15 @@ def permute(
 
 
 def _feistel(x: U64, key: U64, bits: int) -> U64:
-    """Apply the network once to values of `bits` bits, in two halves."""
+    """Apply the network once to values of `bits` bits, in two halves.
+
+    For n = 20 values have 5 bits, and the halves 3 and 2.
+    """
     widths = np.array([bits - bits // 2, bits // 2], np.uint64)
     masks = (np.uint64(1) << widths) - np.uint64(1)
     left, right = x >> widths[1], x & masks[1]
     for i, round_key in enumerate(_ROUND_KEYS):
-        # The halves swap roles every round, so their widths alternate.
+        # The halves swap roles every round: then they have 2 and 3 bits, 3 and 2, ...
         left, right = right, left ^ (_mix(right + key + round_key) & masks[i % 2])
     return (left << widths[1]) | right
 

@@ -25,21 +25,21 @@ from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
     added_ids,
     byte_level_ids,
-    check_distinct,
     encoding,
     is_like_gpt2,
     merges_to_tokenizer_json,
     pattern_of,
     read_tiktoken,
+    refuse_equal_ids,
 )
 from trainer.data.json_tokenizer import (
     TOKENIZER_JSON,
     JSONTokenizer,
     NoToken,
-    check_added_ids,
     end_of_document,
     parse_tokenizer,
     read_tokenizer_json,
+    refuse_shifted_ids,
 )
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer_settings import NUL
@@ -53,10 +53,10 @@ Ids = npt.NDArray[np.unsignedinteger]
 UNUSED_CHARACTER = "\U0010fffd"
 COPY_AGAIN = "download or copy it again"
 REPLACEMENT = "\ufffd"  # Unicode's replacement character
-# Ids must be below MAX_ID, or below MAX_IDS_PER_TOKEN times the number of tokens if
-# that is more. Ids may have gaps, where a model's table is padded. But a file of a few
-# bytes with the id 10^9 would need an embedding table of that size.
-MAX_ID = 1 << 20
+# Ids must be below MIN_ID_LIMIT, or below MAX_IDS_PER_TOKEN times the number of tokens
+# if that is more. Ids may have gaps, where a model's table is padded. But a file of a
+# few bytes with the id 10^9 would need an embedding table of that size.
+MIN_ID_LIMIT = 1 << 20
 MAX_IDS_PER_TOKEN = 64
 
 
@@ -254,17 +254,17 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name in tiktoken.list_encoding_names():
         return BPETokenizer(name, download(name))
     with well_formed(f"tokenizer {name}", COPY_AGAIN):
-        return check_tokenizer(from_files(name))
+        return refuse_unusable_ids(from_files(name))
 
 
-def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+def refuse_unusable_ids(tokenizer: Tokenizer) -> Tokenizer:
     """Check the ids of a tokenizer, try it on a text, and return it.
 
     Raises:
       UserError: ids that no model could have, or text that is encoded to end-of-text.
     """
     ids = [*tokenizer.tokens.values(), *tokenizer.special_tokens.values()]
-    limit = max(MAX_ID, MAX_IDS_PER_TOKEN * len(ids))
+    limit = max(MIN_ID_LIMIT, MAX_IDS_PER_TOKEN * len(ids))
     # isinstance would take a bool for an id.
     bad = next((i for i in ids if type(i) is not int or not 0 <= i < limit), None)
     if bad is not None:
@@ -272,7 +272,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
             f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
             f" below {limit:,} for {len(ids):,} tokens"
         )
-    check_distinct(f"tokenizer {tokenizer.name}", tokenizer.tokens)
+    refuse_equal_ids(f"tokenizer {tokenizer.name}", tokenizer.tokens)
     end = tokenizer.eot
     name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
@@ -340,7 +340,7 @@ def from_files(name: str) -> Tokenizer:
 def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of `tree`, the content of the tokenizer.json `path`."""
     tokenizer = parse_tokenizer(path, tree)
-    check_added_ids(path, tree, tokenizer)
+    refuse_shifted_ids(path, tree, tokenizer)
     end = end_of_document(path, tree)
     pattern, ids, special = pattern_of(tree), byte_level_ids(tree), added_ids(tree)
     if pattern is None or ids is None:
@@ -381,8 +381,8 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
             tree = read_tokenizer_json(file)
             end = end_of_document(file, tree)
             tokenizer = parse_tokenizer(file, tree)
-            return check_tokenizer(JSONTokenizer(name, tree, tokenizer, end))
-        return check_tokenizer(BPETokenizer(name, read_tiktoken(file)))
+            return refuse_unusable_ids(JSONTokenizer(name, tree, tokenizer, end))
+        return refuse_unusable_ids(BPETokenizer(name, read_tiktoken(file)))
 
 
 def vocabulary_file(directory: Path) -> Path:

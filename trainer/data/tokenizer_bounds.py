@@ -7,6 +7,7 @@ may take exponential time.
 
 import base64
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ INSERTED = (
     "continuing_subword_prefix", "end_of_word_suffix",
 )  # fmt: skip
 CHARSMAP = "precompiled_charsmap"
-# Characters that replace one. Llama 2 has 1, and Unicode's own forms up to 18.
+# A character may become so many. Unicode's normal forms of one have up to 18.
 MAX_GROWTH = 64
 MAX_PATTERN_CHARS = 4000  # The longest pattern on the hub has some 600.
 MAX_REPEATS = 1000  # of an atom; the numbers of nested quantifiers are multiplied
@@ -47,7 +48,7 @@ REGEX_TOKEN = re.compile(
 )
 
 
-def check_tokenizer_json(path: Path, tree: dict[str, Any]) -> None:
+def refuse_growth_and_slow_patterns(path: Path, tree: dict[str, Any]) -> None:
     """Refuse a tokenizer.json that may make texts much longer, or search for ever.
 
     Args:
@@ -74,7 +75,7 @@ def check_tokenizer_json(path: Path, tree: dict[str, Any]) -> None:
         )
     for key, text in pairs:
         if key == "Regex":
-            check_pattern(path, text)
+            refuse_slow_pattern(path, text)
 
 
 def longest_form(charsmap: str) -> int:
@@ -116,8 +117,8 @@ def may_match_empty(pattern: dict[str, str]) -> bool:
 
 
 @dataclass
-class PatternGroup:
-    """An open group of a pattern, or an atom.
+class Atom:
+    """A part of a pattern that a quantifier may repeat, or an open group.
 
     Attributes:
       has_variable_length: whether it may match texts of several lengths.
@@ -128,60 +129,87 @@ class PatternGroup:
     has_variable_length: bool = False
     repeats: int = 1
 
+    def add(self, atom: "Atom") -> None:
+        """Take an atom into this group."""
+        self.has_variable_length |= atom.has_variable_length
+        self.repeats = max(self.repeats, atom.repeats)
 
-def check_pattern(path: Path, pattern: str) -> None:
+
+def refuse_slow_pattern(path: Path, pattern: str) -> None:
     """Refuse a word pattern whose search may take exponential time.
-
-    Such a pattern repeats a group of variable length, as in `(a+)+`, has many
-    quantifiers one after another, or refers to a group. A search by an accepted pattern
-    may still take a time that grows with a power of the text's length.
 
     Args:
       path: the file that has the pattern.
       pattern: a regular expression of Oniguruma or of fancy-regex.
     """
-
-    def refusal(why: str) -> UserError:
-        return UserError(
-            f"{path}: the word pattern {pattern[:80]!r} {why}, and may search for ever;"
-            " download it from its author, or choose another tokenizer"
+    if len(pattern) > MAX_PATTERN_CHARS:
+        problem: str | None = f"has more than {MAX_PATTERN_CHARS:,} characters"
+    else:
+        problem = slow_search(pattern.replace(EXAONE_WORD, r"\p{L}+"))
+    if problem is not None:
+        raise UserError(
+            f"{path}: the word pattern {pattern[:80]!r} {problem}, and may search for"
+            " ever; download it from its author, or choose another tokenizer"
         )
 
-    if len(pattern) > MAX_PATTERN_CHARS:
-        raise refusal(f"has more than {MAX_PATTERN_CHARS:,} characters")
-    pattern = pattern.replace(EXAONE_WORD, r"\p{L}+")
-    open_groups = [PatternGroup()]
-    # The atom that a quantifier would repeat; None: there is none.
-    atom: PatternGroup | None = None
-    variable_quantifiers = unbounded_quantifiers = brackets = 0
+
+def pattern_parts(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
+    """Yield the parts of a regular expression, each after its kind.
+
+    Kinds are reference, flags, open, close, or, repeat and atom. A set of characters,
+    which may hold further sets in Oniguruma, is one atom.
+    """
+    brackets = 0
     for part in REGEX_TOKEN.finditer(pattern):
         text = part[0]
+        kind = {")": "close", "|": "or"}.get(text, "atom")
         if brackets or text == "[":
-            # This is a set of characters. In Oniguruma it may hold further sets.
             brackets += (text == "[") - (text == "]")
-            atom = PatternGroup()
-        elif part["refers"]:
-            raise refusal("refers to one of its groups")
-        elif part["group"]:
-            if "x" in text.partition("<")[0]:
-                # With this flag, spaces may stand between an atom and its quantifier.
-                raise refusal("has the flag x")
-            if text.endswith(")"):  # flags without a group, such as (?i)
+            if brackets:
                 continue
-            open_groups.append(PatternGroup())
+            kind = "atom"
+        elif part["refers"]:
+            kind = "reference"
+        elif part["group"]:
+            kind = "flags" if text.endswith(")") else "open"
+        elif part["repeat"]:
+            kind = "repeat"
+        yield kind, part
+
+
+def slow_search(pattern: str) -> str | None:
+    """Return why the search by a pattern may take exponential time; None: it does not.
+
+    A slow pattern repeats a group of variable length, as in `(a+)+`, has many
+    quantifiers one after another, or refers to a group. A search by another pattern may
+    still take a time that grows with a power of the text's length.
+    """
+    open_groups = [Atom()]
+    # The atom that a quantifier would repeat; None: there is none.
+    atom: Atom | None = None
+    variable_quantifiers = unbounded_quantifiers = 0
+    for kind, part in pattern_parts(pattern):
+        if kind == "reference":
+            return "refers to one of its groups"
+        # With the flag x, spaces may stand between an atom and its quantifier.
+        if kind in ("flags", "open") and "x" in part[0].partition("<")[0]:
+            return "has the flag x"
+        if kind == "flags":
+            continue
+        if kind == "open":
+            open_groups.append(Atom())
             if len(open_groups) > 20:
-                raise refusal("has more than 20 nested groups")
-        elif text == ")" and len(open_groups) > 1:
+                return "has more than 20 nested groups"
+        elif kind == "close" and len(open_groups) > 1:
             atom = open_groups.pop()
-            open_groups[-1].has_variable_length |= atom.has_variable_length
-            open_groups[-1].repeats = max(open_groups[-1].repeats, atom.repeats)
-        elif text == "|":
+            open_groups[-1].add(atom)
+        elif kind == "or":
             if len(open_groups) == 1:
                 variable_quantifiers = unbounded_quantifiers = 0
             else:
                 open_groups[-1].has_variable_length = True
             atom = None
-        elif part["repeat"] and atom is not None:
+        elif kind == "repeat" and atom is not None:
             minimum, maximum = bounds_of(part)
             repeats = maximum is None or maximum > 1
             # Oniguruma reads `{1,3}+` as a repetition of a repetition. At the end of an
@@ -189,21 +217,21 @@ def check_pattern(path: Path, pattern: str) -> None:
             is_double = part["kind"] == "+" and part["min"] is not None
             is_at_end = pattern[part.end() :][:1] in ("", "|")
             if (repeats and atom.has_variable_length) or (is_double and not is_at_end):
-                raise refusal("repeats a group of several lengths")
+                return "repeats a group of several lengths"
             if minimum != maximum:
                 variable_quantifiers += 1
                 unbounded_quantifiers += maximum is None
-                open_groups[-1].has_variable_length = True
-            atom.repeats *= max(1, minimum, maximum or 0)
-            open_groups[-1].repeats = max(open_groups[-1].repeats, atom.repeats)
             # One more quantifier would repeat this repetition.
-            atom = PatternGroup(minimum != maximum, atom.repeats)
+            count = max(1, minimum, maximum or 0)
+            atom = Atom(minimum != maximum, atom.repeats * count)
+            open_groups[-1].add(atom)
         else:
-            atom = PatternGroup()
+            atom = Atom()
         if variable_quantifiers > MAX_VARIABLE or unbounded_quantifiers > MAX_UNBOUNDED:
-            raise refusal("has too many quantifiers one after another")
+            return "has too many quantifiers one after another"
         if open_groups[-1].repeats > MAX_REPEATS:
-            raise refusal(f"repeats a part more than {MAX_REPEATS:,} times")
+            return f"repeats a part more than {MAX_REPEATS:,} times"
+    return None
 
 
 def bounds_of(part: re.Match[str]) -> tuple[int, int | None]:

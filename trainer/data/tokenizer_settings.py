@@ -82,7 +82,9 @@ def added_later(directory: Path) -> dict[str, int]:
     }
 
 
-def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> None:
+def refuse_tokens_added_later(
+    directory: Path, file: str, ids: Mapping[str, Any]
+) -> None:
     """Refuse a vocabulary to which transformers adds tokens.
 
     Args:
@@ -101,7 +103,7 @@ def check_added_later(directory: Path, file: str, ids: Mapping[str, Any]) -> Non
             )
 
 
-def check_added_flags(
+def refuse_other_flags(
     directory: Path, file: str, added_tokens: Mapping[str, Any]
 ) -> None:
     """Refuse a vocabulary if transformers matches its added words by other `FLAGS`.
@@ -143,9 +145,7 @@ def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
     return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
 
-def check_transformers_settings(
-    directory: Path, file: str, tree: Mapping[str, Any]
-) -> None:
+def refuse_other_settings(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
     """Refuse a tokenizer.json that transformers changes by the settings beside it.
 
     Args:
@@ -166,26 +166,26 @@ def check_transformers_settings(
             )
     is_unchanged = settings.get("tokenizer_class") in UNCHANGED_CLASSES
     has_no_prefix = settings.get("add_prefix_space") is False
-    if has_no_prefix and not is_unchanged and prepends(tree):
+    if has_no_prefix and not is_unchanged and prepends_space(tree):
         raise UserError(
             f"{directory}: {SETTINGS} has add_prefix_space=False, but {file} puts a"
             f" space before a text; {SAVE_AGAIN}"
         )
 
 
-def prepends(part: Any) -> bool:
+def prepends_space(part: Any) -> bool:
     """Return whether a part of a tokenizer.json puts SentencePiece's space before a
     text.
     """
     if isinstance(part, list):
-        return any(map(prepends, part))
+        return any(map(prepends_space, part))
     if not isinstance(part, dict):
         return False
     kind = part.get("type")
     if kind == "Metaspace":
         return part.get("prepend_scheme", "always") != "never"
     steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
-    return kind == "Prepend" or any(prepends(part.get(step)) for step in steps)
+    return kind == "Prepend" or any(prepends_space(part.get(step)) for step in steps)
 
 
 def read_beside(directory: Path, name: str) -> dict[str, Any]:

@@ -459,7 +459,7 @@ def test_text_that_parquet_stores_by_differences(tmp_path, monkeypatch, encoding
     settings = {"use_dictionary": False, "column_encoding": {"text": encoding}}
     pq.write_table(pa.table({"text": TEXTS}), path, **settings)
     assert read(tmp_path, path) == TEXTS
-    monkeypatch.setattr("trainer.data.parquet.ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("trainer.data.parquet.TEXT_BYTES", 1 << 16)
     monkeypatch.setattr("trainer.data.parquet.MAX_EXPANSION", 1)
     pq.write_table(pa.table({"text": ["a" * 1000] * 5000}), path, **settings)
     refused(tmp_path, "bytes of text; if this is intended", path)
@@ -485,7 +485,7 @@ def test_a_small_parquet_file_that_holds_much_is_refused(tmp_path, texts):
 
 @pytest.mark.parametrize(("suffix", "codec"), [("gz", "gzip"), ("zst", "zstd")])
 def test_a_compressed_bomb_is_refused(tmp_path, monkeypatch, suffix, codec):
-    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(compressed, "TEXT_BYTES", 1 << 20)
     write(tmp_path, {f"a.txt.{suffix}": packed(codec, "\0" * (2 << 20), parts=1)})
     message = r"bytes decompress to more than 1,048,576; if this is"
     refused(tmp_path, message, tmp_path / f"a.txt.{suffix}")
