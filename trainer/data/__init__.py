@@ -3,9 +3,14 @@
 Read in this order: corpus (sources), tokenizer, encode and preparation (from text to
 shards), shards (the prepared directory), loader.
 
-Readers: files, jsonl, parquet, compressed, hub_data, standard_library. Tokenizer files:
-bpe_files, json_tokenizer, hf_tokenizer, tokenizer_settings. Checks of tokenizers that
-others wrote: line_cuts, word_patterns, tokenizer_bounds.
+Readers: files, jsonl, parquet, compressed, hub_data, datasets_patches,
+standard_library. Tokenizer files: bpe_files, json_tokenizer, hf_tokenizer,
+tokenizer_settings. Checks of tokenizers that others wrote: line_cuts, word_patterns,
+tokenizer_bounds.
+
+Source: what a user names, such as files. Document: a text that end-of-text follows.
+Split: the tokens for training ("train") or validation ("val", the validation part).
+Shard: a file of a split's tokens. Window: T+1 consecutive tokens of a split.
 """
 
 from trainer.data.corpus import (

@@ -17,6 +17,7 @@ from trainer.data.compressed import (
     original_names,
     refuse_compressed_duplicates,
 )
+from trainer.data.datasets_patches import exact_json
 from trainer.data.files import (
     Format,
     SourceFile,
@@ -30,7 +31,6 @@ from trainer.data.files import (
 )
 from trainer.data.hub_data import (
     check_column,
-    exact_json,
     hub_errors,
     load_hub,
     local_files,

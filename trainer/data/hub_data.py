@@ -2,29 +2,28 @@
 
 import functools
 import itertools
-import json
-import math
 import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.data.csv_texts import csv_tables
+from trainer.data.datasets_patches import (
+    check_is_own,
+    check_tables,
+    own_files_only,
+    read_csv_strictly,
+)
 from trainer.data.files import NoColumn, check_numbered_files
-from trainer.data.jsonl import object_once
-from trainer.data.parquet import is_text, not_text_column
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import check_regular, path_of
 from trainer.text import note, override
 
 if TYPE_CHECKING:
-    import pyarrow
     from datasets import DatasetBuilder, IterableDataset
 
     from trainer.data.corpus import HubSource
@@ -36,11 +35,8 @@ DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 # The words by which `datasets` finds splits in names of files that are in no archive.
 SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a-z])")
-# Builders that cast tables, in the reference version of `datasets`.
-CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 
 ROWS_PER_BATCH = 1000
-MAX_YAML_NODES = 1 << 20  # of a README.md, aliases written out; a large one has 10,000
 
 
 def refuse_builder(name: str) -> None:
@@ -138,179 +134,6 @@ def open_builder(
         for file in itertools.chain(*splits):
             refuse_joined_archive(Path(file))
     return builder
-
-
-@contextmanager
-def own_files_only(name: str) -> Iterator[None]:
-    """Have `datasets` resolve no pattern of a README.md that names files elsewhere.
-
-    It would ask the server that the pattern names, with the user's login of ~/.netrc.
-
-    Raises:
-      UserError: a pattern names files elsewhere, or aliases stand for more than
-          `MAX_YAML_NODES`; or the function is private to `datasets`, and this version
-          lacks it.
-    """
-    from unittest.mock import patch
-
-    import yaml
-    from datasets import data_files
-
-    resolve = getattr(data_files, "resolve_pattern", None)
-    if resolve is None:
-        raise unknown_version("data files")
-
-    def resolve_own(pattern: str, base_path: str, *args: Any, **settings: Any) -> Any:
-        is_url = "://" in pattern
-        check_is_own(name, pattern if is_url else os.path.join(base_path, pattern))
-        return resolve(pattern, base_path, *args, **settings)
-
-    construct = yaml.SafeLoader.construct_document
-
-    def construct_bounded(loader: Any, node: Any) -> Any:
-        if yaml_nodes(node, {}) > MAX_YAML_NODES:
-            raise UserError(
-                f"data.name={name}: aliases in its README.md stand for more than"
-                f" {MAX_YAML_NODES:,} values; write them out, or download it again"
-            )
-        return construct(loader, node)
-
-    with (
-        patch.object(data_files, "resolve_pattern", resolve_own),
-        patch.object(yaml.SafeLoader, "construct_document", construct_bounded),
-    ):
-        yield
-
-
-def yaml_nodes(node: Any, known: dict[int, float]) -> float:
-    """Return the number of nodes of a YAML tree, aliases written out.
-
-    It is infinite for a node that contains itself. `known` has those of other nodes, by
-    their identity.
-    """
-    if isinstance(node.value, str):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        children = node.value
-        if children and isinstance(children[0], tuple):  # of a mapping
-            children = itertools.chain.from_iterable(children)
-        known[id(node)] = 1 + sum(yaml_nodes(child, known) for child in children)
-    return known[id(node)]
-
-
-def check_is_own(name: str, file: str) -> None:
-    """Raise UserError for a file, or a pattern of files, outside of the data set."""
-    folder = path_of(name)
-    # os.path.normpath turns hf:// into hf:/.
-    prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
-    # What follows :: is read first, as in zip://*::FILE.
-    is_own = os.path.normpath(file).startswith(prefix)
-    if not is_own or "::" in file.removeprefix(prefix):
-        raise UserError(
-            f"data.name={name} takes {file} for its own data, which is elsewhere;"
-            " correct its README.md"
-        )
-
-
-def check_tables(builder: "DatasetBuilder", column: str) -> None:
-    """Replace a builder's `_cast_table` by one that checks each table first.
-
-    `_cast_table` gets each table after it is read, streaming or not. Without the check
-    it would turn numbers, dates and objects of later files into text, if the first file
-    has text.
-
-    Raises:
-      UserError: the method is private to `datasets`, and this version lacks it.
-    """
-    cast = getattr(builder, "_cast_table", None)
-    if cast is None and builder.name in CASTING_BUILDERS:
-        raise unknown_version(builder.name)
-    if cast is None:
-        return
-
-    def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
-        # `datasets` writes a column of several types as JSON, its texts in quotes.
-        if any(path[0] == column for path in settings.get("json_field_paths", ())):
-            raise UserError(not_text_column(column, "a mix of types"))
-        if table.column_names:  # A JSON file whose rows are {} has none.
-            check_text_column(table, column)
-        return cast(table, **settings)
-
-    vars(builder)["_cast_table"] = checked
-
-
-def read_csv_strictly(builder: "DatasetBuilder", column: str) -> None:
-    """Have a builder read one column of CSV files by `csv_tables`.
-
-    Raises:
-      UserError: the method is private to `datasets`, and this version lacks it.
-    """
-    if not hasattr(builder, "_generate_tables"):
-        raise unknown_version("csv")
-
-    def tables(
-        base_files: Any, files_iterables: Iterable[Iterable[str]]
-    ) -> Iterator[tuple[Any, "pyarrow.Table"]]:
-        del base_files
-        return csv_tables(builder.config, column, files_iterables)
-
-    vars(builder)["_generate_tables"] = tables
-
-
-@contextmanager
-def exact_json(format: str, column: str) -> Iterator[None]:
-    """Have `datasets` read JSON by Python's reader where it would use pandas'.
-
-    `datasets` uses pandas' reader for lists and for columns of several types. That
-    reader drops an unpaired surrogate and the first of two texts in a column, which
-    Arrow's refuses, and reads texts as numbers and dates.
-
-    Raises:
-      UserError: the functions are private to `datasets`, and this version lacks one.
-    """
-    if format != "json":
-        yield
-        return
-    from unittest.mock import patch
-
-    from pandas import DataFrame
-
-    loads = functools.partial(
-        json.loads, object_pairs_hook=functools.partial(object_once, column)
-    )
-    readers: Any = {"ujson_loads": loads, "ujson_dumps": json.dumps}
-    with ExitStack() as patches:
-        try:
-            patches.enter_context(patch.multiple("datasets.utils.json", **readers))
-            readers["pandas_read_json"] = lambda file: DataFrame(loads(file.read()))
-            builder = "datasets.packaged_modules.json.json"
-            patches.enter_context(patch.multiple(builder, **readers))
-        except (AttributeError, ImportError):
-            raise unknown_version(format) from None
-        yield
-
-
-def unknown_version(format: str) -> UserError:
-    """Return the error of a version of `datasets` that reads a format differently."""
-    return UserError(
-        f"`datasets` {version('datasets')} reads {format} in a way that is not known"
-        " here, and could change texts unnoticed; install datasets==5.2.0"
-    )
-
-
-def check_text_column(table: "pyarrow.Table", column: str) -> None:
-    """Raise UserError if a column is missing, or does not hold text."""
-    from pyarrow import types
-
-    if column not in table.column_names:
-        raise NoColumn(column, table.column_names)
-    kind = table.schema.field(column).type
-    if not is_text(kind):
-        message = not_text_column(column, str(kind))
-        if types.is_timestamp(kind):
-            message += "; data=text data.paths=[FILE,...] reads dates of JSON as text"
-        raise UserError(message)
 
 
 def refuse_unsaved(
