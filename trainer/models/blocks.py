@@ -99,7 +99,7 @@ def apply_blocks(
 
 def _apply_gathered(
     run: Callable[..., jax.Array],
-    layers: Any,
+    shards: Any,
     x_NxD: jax.Array,
     shared: Any,
     per_layer: Any,
@@ -110,58 +110,63 @@ def _apply_gathered(
     An iteration starts to gather the weights of the next one, which nothing in it
     waits for. The backward pass gathers them again, and recomputes the block.
     """
-    last = jax.tree.leaves(layers)[0].shape[0] - 1
-    numbers_L = jnp.arange(last + 1)
+    n_layer = jax.tree.leaves(shards)[0].shape[0]
+    number_L = jnp.arange(n_layer)
 
-    def gathered(layers: Any, layer: jax.Array | int) -> Any:
-        return layer_comm.gather(
-            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, 0, False), layers)
+    def gather_layer(shards_L: Any, number: jax.Array | int) -> Any:
+        """Return the weights of layer `number`, in the formats that are sent."""
+        shard = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, number, 0, False), shards_L
         )
+        return layer_comm.gather(shard)
 
-    def wide(weights: Any) -> Any:
-        return jax.tree.map(lambda w, x: w.astype(x.dtype), weights, layers)
+    def to_dtypes(weights: Any) -> Any:
+        """Return a layer's weights in the dtypes of its shards."""
+        return jax.tree.map(lambda w, x: w.astype(x.dtype), weights, shards)
 
     @jax.custom_vjp
-    def apply(layers: Any, x_NxD: jax.Array, shared: Any, per_layer: Any) -> jax.Array:
-        return forward(layers, x_NxD, shared, per_layer)[0]
+    def apply(
+        shards_L: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
+    ) -> jax.Array:
+        return forward(shards_L, x_NxD, shared, per_layer)[0]
 
     def forward(
-        layers: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
+        shards_L: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
     ) -> tuple[jax.Array, Any]:
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
-            (x_NxD, weights), (layer, entry) = carry, inputs
-            following = gathered(layers, jnp.minimum(layer + 1, last))
-            return (run(x_NxD, wide(weights), shared, entry), following), x_NxD
+            (x_NxD, weights), (number, entry) = carry, inputs
+            next_weights = gather_layer(shards_L, jnp.minimum(number + 1, n_layer - 1))
+            y_NxD = run(x_NxD, to_dtypes(weights), shared, entry)
+            return (y_NxD, next_weights), x_NxD
 
-        first = x_NxD, gathered(layers, 0)
-        (y_NxD, weights), inputs = lax.scan(step, first, (numbers_L, per_layer))
-        # `weights` are those of the last layer, with which the backward pass begins.
-        return y_NxD, (layers, weights, inputs, shared, per_layer)
+        first = x_NxD, gather_layer(shards_L, 0)
+        (y_NxD, last_weights), x_LxNxD = lax.scan(step, first, (number_L, per_layer))
+        # With the last layer's weights the backward pass begins.
+        return y_NxD, (shards_L, last_weights, x_LxNxD, shared, per_layer)
 
     def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
-        layers, weights, x_LxNxD, shared, per_layer = residuals
+        shards_L, last_weights, x_LxNxD, shared, per_layer = residuals
         # XLA takes the first iteration out of the loop. Its gather, which waits for
         # nothing else, would run before the forward pass.
-        layers, dy_NxD = lax.optimization_barrier((layers, dy_NxD))
+        shards_L, dy_NxD = lax.optimization_barrier((shards_L, dy_NxD))
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
-            (dy_NxD, weights), (layer, x_NxD, entry) = carry, inputs
-            following = gathered(layers, jnp.maximum(layer - 1, 0))
+            (dy_NxD, weights), (number, x_NxD, entry) = carry, inputs
+            next_weights = gather_layer(shards_L, jnp.maximum(number - 1, 0))
             _, pullback = jax.vjp(
                 lambda weights, x_NxD: run(x_NxD, weights, shared, entry),
-                wide(weights),
+                to_dtypes(weights),
                 x_NxD,
             )
             grads, dx_NxD = pullback(dy_NxD)
-            return (dx_NxD, following), layer_comm.reduce(grads, layer)
+            return (dx_NxD, next_weights), layer_comm.reduce(grads, number)
 
-        (dx_NxD, _), grads = lax.scan(
-            step, (dy_NxD, weights), (numbers_L, x_LxNxD, per_layer), reverse=True
-        )
-        return grads, dx_NxD, None, None
+        first, inputs = (dy_NxD, last_weights), (number_L, x_LxNxD, per_layer)
+        (dx_NxD, _), grads_L = lax.scan(step, first, inputs, reverse=True)
+        return grads_L, dx_NxD, None, None
 
     apply.defvjp(forward, backward)
-    return apply(layers, x_NxD, shared, per_layer)
+    return apply(shards, x_NxD, shared, per_layer)
 
 
 def decode_blocks(

@@ -29,6 +29,8 @@ KEYS: dict[str, dict[str, str]] = {
         "attention_factor": "attention_factor",
     },
 }
+# Keys without a default, in the kinds that have them.
+REQUIRED_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
 # YaRN keys that change the function and are not implemented here
 YARN_UNSUPPORTED = ("mscale", "mscale_all_dim", "truncate")
 
@@ -156,6 +158,37 @@ def rope_of(
       UserError: a setting is not supported, or `rope_scaling` and `rope_parameters`
         contradict each other (readers differ in which they use).
     """
+    rope = rope_settings(config)
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and kind not in KEYS:
+        raise UserError(
+            f"rope_type={kind!r} is not supported; valid: 'default',"
+            f" {', '.join(map(repr, KEYS))}"
+        )
+    settings = {**config, **rope}
+    partial = settings.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
+    theta = number(settings, "rope_theta", default_theta)
+    if theta != config.get("rope_theta", theta):
+        raise UserError(
+            f"rope_theta={config['rope_theta']} and rope_theta={theta} beside rope_type"
+            " contradict each other; leave one of them in"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "yarn":
+        check_yarn(rope, theta)
+    return theta, RopeScaling(kind=kind, **scaling_fields(kind, rope, config))
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object of rotary settings in a config.json, empty if there is none.
+
+    Raises:
+      UserError: it is no object, each kind of layer has one, or two contradict each
+        other.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
@@ -177,57 +210,43 @@ def rope_of(
     top_level = config.get("original_max_position_embeddings")
     if top_level is not None:
         rope = {**rope, "original_max_position_embeddings": top_level}
-    settings = {**config, **rope}
-    kind: Any = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" and kind not in KEYS:
-        raise UserError(
-            f"rope_type={kind!r} is not supported; valid: 'default',"
-            f" {', '.join(map(repr, KEYS))}"
-        )
-    partial = settings.get("partial_rotary_factor")
-    if partial not in (None, 1):
-        raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
-    theta = number(settings, "rope_theta", default_theta)
-    if theta != config.get("rope_theta", theta):
-        raise UserError(
-            f"rope_theta={config['rope_theta']} and rope_theta={theta} beside rope_type"
-            " contradict each other; leave one of them in"
-        )
-    if kind == "yarn" and theta <= 1:
+    return rope
+
+
+def check_yarn(rope: Mapping[str, Any], theta: float) -> None:
+    """Raise UserError for YaRN's settings that are not supported."""
+    if theta <= 1:
         raise UserError(f"rope_theta={theta} of rope_type='yarn': expected more than 1")
-    if kind == "default":
-        return theta, None
-    # `truncate: true` is transformers' default, and supported. `is not True`, because
-    # 1.0 == True.
-    unsupported = [
-        key
-        for key in YARN_UNSUPPORTED
-        if rope.get(key) is not None and rope[key] is not True
-    ]
-    if kind == "yarn" and unsupported:
-        key = unsupported[0]
-        raise UserError(
-            f"{key}={rope[key]} of rope_type='yarn' is not supported; it changes what"
-            " the model computes"
-        )
+    for key in YARN_UNSUPPORTED:
+        # `truncate: true` is transformers' default, and supported. `is not True`,
+        # because 1.0 == True.
+        if rope.get(key) is not None and rope[key] is not True:
+            raise UserError(
+                f"{key}={rope[key]} of rope_type='yarn' is not supported; it changes"
+                " what the model computes"
+            )
+
+
+def scaling_fields(
+    kind: str, rope: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of `RopeScaling` of a kind other than default."""
     # A factor that is null is the ratio of the contexts.
     if kind == "yarn" and rope.get("factor", 1) is None:
         context = whole_number(config, "max_position_embeddings")
         original = whole_number(rope, "original_max_position_embeddings", context)
         rope = {**rope, "factor": context / original}
     fields: dict[str, Any] = {}
-    for key, field_name in KEYS[kind].items():
-        # `number` refuses a file without a factor; the other keys have defaults.
-        if key.endswith("freq_factor") or key == "factor" or rope.get(key) is not None:
-            fields[field_name] = number(
-                rope, key, use=f", which rope_type={kind!r} needs"
-            )
-    if "original_context" in KEYS[kind].values() and "original_context" not in fields:
+    for key, name in KEYS[kind].items():
+        if key in REQUIRED_KEYS or rope.get(key) is not None:
+            fields[name] = number(rope, key, use=f", which rope_type={kind!r} needs")
+    if "original_context" in KEYS[kind].values():
         # transformers has this default.
-        fields["original_context"] = whole_number(config, "max_position_embeddings")
-    if "original_context" in fields:
+        if "original_context" not in fields:
+            original = whole_number(config, "max_position_embeddings")
+            fields["original_context"] = original
         fields["original_context"] = int(fields["original_context"])
-    return theta, RopeScaling(kind=kind, **fields)
+    return fields
 
 
 def rope_to_config(scaling: RopeScaling | None) -> dict[str, Any] | None:
