@@ -169,8 +169,8 @@ class Manifest:
         """Raise ValueError for content that `save` cannot have written."""
         shards = [shard for split in self.splits.values() for shard in split.shards]
         for record in (self, *self.splits.values(), *shards):
-            _check_types(record)
-        _check_source(self.source)
+            _check_field_types(record)
+        _check_source_fields(self.source)
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
         limit = 2 ** (8 * np.dtype(self.dtype).itemsize)
@@ -330,7 +330,7 @@ class Manifest:
             )
 
 
-def _check_types(record: Any) -> None:
+def _check_field_types(record: Any) -> None:
     """Raise ValueError for a field of another type than its annotation."""
     for name, hint in typing.get_type_hints(type(record)).items():
         kind, value = typing.get_origin(hint) or hint, getattr(record, name)
@@ -339,7 +339,7 @@ def _check_types(record: Any) -> None:
             raise ValueError(f"{name}={value!r} is no {kind.__name__}")
 
 
-def _check_source(source: dict[str, Any]) -> None:
+def _check_source_fields(source: dict[str, Any]) -> None:
     """Raise ValueError for a description with missing fields or wrong types."""
     required = {"kind", *REQUIRED_SOURCE_FIELDS.get(str(source.get("kind")), ())}
     if missing := required - source.keys():

@@ -56,11 +56,11 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
           `eos_token` need not be.
     """
     settings, legacy = read_beside(directory, SETTINGS), read_beside(directory, SPECIAL)
-    trees = [settings, legacy]
+    files = [settings, legacy]
     if "added_tokens_decoder" not in settings:
-        trees.reverse()
-    for tree in trees:
-        end = tree.get("eos_token")
+        files.reverse()
+    for file in files:
+        end = file.get("eos_token")
         if isinstance(end, dict):
             end = end.get("content")
         if isinstance(end, str):
