@@ -28,7 +28,8 @@ WORDS = [
 def write_tiktoken(path, pattern, tokens=BYTES, **special_tokens):
     """Write a .tiktoken file, and beside it the JSON file with its word pattern."""
     path.write_bytes(tiktoken_file(tokens))
-    settings = {"pat_str": pattern, "special_tokens": special_tokens}
+    special = special_tokens or {"<|endoftext|>": 1 + max(tokens.values())}
+    settings = {"pat_str": pattern, "special_tokens": special}
     path.with_suffix(".json").write_text(json.dumps(settings))
     return path
 

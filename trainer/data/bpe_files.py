@@ -20,6 +20,7 @@ from trainer.data.tokenizer_bounds import refuse_slow_pattern
 from trainer.data.tokenizer_settings import (
     SAVE_AGAIN,
     SETTINGS,
+    end_token,
     read_beside,
     read_bytes,
     read_json,
@@ -48,8 +49,8 @@ TokenIds = dict[bytes, int]
 Pair = tuple[bytes, bytes]
 
 
-def read_tiktoken(path: Path) -> tiktoken.Encoding:
-    """Return the encoding of a .tiktoken file."""
+def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
+    """Return the encoding of a .tiktoken file, and the token that ends a document."""
     ranks: TokenIds = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line:  # tiktoken skips empty lines, too.
@@ -66,13 +67,31 @@ def read_tiktoken(path: Path) -> tiktoken.Encoding:
             f"{path} has a token of {longest:,} bytes, of at most {MAX_TOKEN_BYTES:,};"
             " download it from its author"
         )
-    return encoding(path, ranks, *pattern_and_special_tokens(path))
+    pattern, special, end = tiktoken_settings(path)
+    if not special:
+        raise UserError(
+            f"{path} has no special tokens, so none ends a document; name one, such as"
+            f" {ENDOFTEXT!r}, with its id in the special_tokens of"
+            f" {path.with_suffix('.json').name}"
+        )
+    if end is None:
+        end = end_token(path.parent, special)
+    if end not in special:
+        problem = f"names the end {end!r}, which is none of its special tokens"
+        if end is None:
+            problem = "names no token that ends a document"
+        raise UserError(
+            f"{path} {problem}; put {SETTINGS} beside it, with an eos_token that is one"
+            f" of its special tokens ({', '.join(sorted(map(repr, special))[:8])})"
+        )
+    return encoding(path, ranks, pattern, special), end
 
 
-def pattern_and_special_tokens(path: Path) -> tuple[str, dict[str, int]]:
-    """Return the pattern and the special tokens for a .tiktoken file of ranks.
+def tiktoken_settings(path: Path) -> tuple[str, dict[str, int], str | None]:
+    """Return pattern, special tokens and end-of-text of a .tiktoken file.
 
-    The .json file beside it has them, or tiktoken's encoding of the same name.
+    The .json file beside it has them, or tiktoken's encoding of the same name. The end
+    is None if neither names it.
     """
     json_file = path.with_suffix(".json")
     if json_file.is_file():
@@ -83,7 +102,7 @@ def pattern_and_special_tokens(path: Path) -> tuple[str, dict[str, int]]:
                 f"{json_file}: expected the keys pat_str (a pattern) and special_tokens"
                 " (text to id)"
             )
-        return pattern, special
+        return pattern, special, tree.get("eos_token")
     if path.stem not in ENCODINGS:
         raise UserError(
             f"{path} does not say how a text is split into words; put"
@@ -91,14 +110,15 @@ def pattern_and_special_tokens(path: Path) -> tuple[str, dict[str, int]]:
             " special_tokens (text to id), or rename it after its encoding:"
             f" {', '.join(sorted(ENCODINGS))}"
         )
-    return ENCODINGS[path.stem]
+    return *ENCODINGS[path.stem], None
 
 
 def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     """Return the tokenizer.json of a merges file and the ids in `ids_path`.
 
-    Without `ids_path` the ids are in the order of the merges. Words are split by
-    GPT-2's pattern. Tokens that no merge makes are special. Raises UserError for a
+    Without `ids_path` the ids are in the order of the merges, and end-of-text has the
+    next one. Words are split by GPT-2's pattern. Tokens that no merge makes are
+    special. Raises UserError for a
     tokenizer that has another pattern, or words that were added.
     """
     directory = path.parent
@@ -120,12 +140,11 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
             raise UserError(f"{path}, line {number}: expected two tokens to merge")
         merges.append(line.split())
     ordinary = [*SPELLING.values(), *map("".join, merges)]
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(ordinary))}
+    # In GPT-2's ids end-of-text follows the tokens of the merges.
+    tokens = dict.fromkeys([*ordinary, ENDOFTEXT])
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     if ids_path.is_file():
         vocabulary = read_json(ids_path)
-    # The files may have no special token. End-of-text then gets the next id.
-    if vocabulary.keys() <= set(ordinary):
-        vocabulary[ENDOFTEXT] = max(vocabulary.values()) + 1
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.
     refuse_tokens_added_later(
@@ -346,26 +365,28 @@ def encoding(
     pattern: str,
     special_tokens: dict[str, int],
 ) -> tiktoken.Encoding:
-    """Return tiktoken's encoding, with end-of-text as the next id if it has none."""
+    """Return tiktoken's encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise UserError(
             f"{path} is not a byte-level encoding: {missing} of the 256 bytes have"
             " no id"
         )
-    special, ordinary = dict(special_tokens), set(ranks.values())
-    for token, i in special.items():
+    ordinary = set(ranks.values())
+    for token, i in special_tokens.items():
         if i in ordinary:
             raise UserError(
                 f"{path}: the special token {token!r} has the id {i} of an ordinary"
                 " token; give it another"
             )
     refuse_equal_ids(path, ranks)
-    special.setdefault(ENDOFTEXT, max([*ranks.values(), *special.values()]) + 1)
     refuse_slow_pattern(path, pattern)
     try:
         return tiktoken.Encoding(
-            str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            str(path),
+            pat_str=pattern,
+            mergeable_ranks=ranks,
+            special_tokens=special_tokens,
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -154,13 +154,16 @@ class BPETokenizer:
 
     Args:
       name: as the user gave it.
-      encoding: an encoding with the special token "<|endoftext|>".
+      encoding: the encoding.
+      end: the special token that ends a document.
     """
 
-    def __init__(self, name: str, encoding: tiktoken.Encoding) -> None:
+    def __init__(
+        self, name: str, encoding: tiktoken.Encoding, end: str = ENDOFTEXT
+    ) -> None:
         self.name = name
         self.vocab_size = encoding.n_vocab
-        self.eot = encoding.eot_token
+        self.eot = encoding._special_tokens[end]
         self.encoding = encoding
         self.tokens: dict[bytes, int] = encoding._mergeable_ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
@@ -170,6 +173,9 @@ class BPETokenizer:
             "pat_str": self.pattern,
             "special_tokens": self.special_tokens,
         }
+        # Left out for the usual end, so that older fingerprints stay valid.
+        if end != ENDOFTEXT:
+            self._settings["eos_token"] = end
         digest = hashlib.blake2b(
             json.dumps(self._settings, sort_keys=True).encode(), digest_size=16
         )
@@ -207,8 +213,8 @@ class BPETokenizer:
     def save(self, directory: Path) -> None:
         """See Tokenizer.
 
-        `tokenizer.tiktoken` has the ranks, `tokenizer.json` the pattern and the special
-        tokens.
+        `tokenizer.tiktoken` has the ranks, `tokenizer.json` the pattern, the special
+        tokens and the end of a document if that is not "<|endoftext|>".
         """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self.tokens))
         write_atomically(
@@ -235,7 +241,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         - a tiktoken encoding such as `gpt2` or `cl100k_base`, downloaded once by
           tiktoken (TIKTOKEN_CACHE_DIR);
         - a `.tiktoken` file: pattern and special tokens are in a `.json` file beside it
-          (`pat_str`, `special_tokens`), or are those of the encoding with its name;
+          (`pat_str`, `special_tokens`, perhaps `eos_token`), or are those of the
+          encoding with its name;
         - a directory with `vocab.bpe` and perhaps `encoder.json`, or with `merges.txt`
           and `vocab.json`, or the first file of such a pair: GPT-2's pattern, and the
           ids of the .json file if there is one;
@@ -243,7 +250,7 @@ def get_tokenizer(name: str) -> Tokenizer:
           Byte-level encodings like GPT-2's with one of `KNOWN_PATTERNS` are read by
           tiktoken, all others by Hugging Face's library (`json_tokenizer`).
 
-    If an encoding's files have no end-of-text, it gets the first free id.
+    `end_token` says which special token ends a document.
 
     Raises:
       UserError: unknown name, missing or malformed file, or an encoding that cannot be
@@ -316,7 +323,7 @@ def from_files(name: str) -> Tokenizer:
                 return from_files(str(path / file))
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(files)}")
     if path.suffix == ".tiktoken":
-        return BPETokenizer(name, read_tiktoken(path))
+        return BPETokenizer(name, *read_tiktoken(path))
     for merges, ids in MERGES_AND_IDS_FILES:
         if path.name == merges:
             tree = merges_to_tokenizer_json(path, path.with_name(ids))
@@ -382,7 +389,7 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
             end = end_of_document(file, tree)
             tokenizer = parse_tokenizer(file, tree)
             return refuse_unusable_ids(JSONTokenizer(name, tree, tokenizer, end))
-        return refuse_unusable_ids(BPETokenizer(name, read_tiktoken(file)))
+        return refuse_unusable_ids(BPETokenizer(name, *read_tiktoken(file)))
 
 
 def vocabulary_file(directory: Path) -> Path:

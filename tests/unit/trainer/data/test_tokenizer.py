@@ -15,9 +15,10 @@ from trainer.data.hf_tokenizer import save_hf
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer import (
     get_tokenizer,
+    load_saved,
     tiktoken_file,
 )
-from trainer.data.word_patterns import KNOWN_PATTERNS
+from trainer.data.word_patterns import GPT4, KNOWN_PATTERNS
 from trainer.errors import UserError
 
 
@@ -98,6 +99,49 @@ def test_a_json_file_beside_a_tiktoken_file_gives_pattern_and_special_tokens(
     actual = get_tokenizer(str(path))
     assert actual.eot == 60000
     assert len(actual.encode("Hello")) == 5
+
+
+LLAMA3_TOKENS = {"<|begin_of_text|>": 259, "<|end_of_text|>": 260, "<|eot_id|>": 261}
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [(None, 260), ({"eos_token": "<|eot_id|>"}, 261), ({"eos_token_id": 259}, 260)],
+)
+def test_a_tiktoken_file_s_documents_end_as_a_tokenizer_json_s_would(
+    tmp_path, settings, end
+):
+    path = write_tiktoken(tmp_path / "llama3.tiktoken", r"\S|\s", **LLAMA3_TOKENS)
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    actual = get_tokenizer(str(path))
+    assert (actual.eot, actual.vocab_size) == (end, 262)
+    out = tmp_path / "run"
+    out.mkdir()
+    actual.save(out)
+    saved = load_saved("mine", out)
+    assert (saved.eot, saved.fingerprint) == (end, actual.fingerprint)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    known = get_tokenizer(str(write_tiktoken(path, GPT4, **LLAMA3_TOKENS)))
+    save_hf(exported, known, context=8)
+    assert get_tokenizer(str(exported)).eot == end
+
+
+def test_other_ends_are_other_tokenizers(tmp_path):
+    path = write_tiktoken(tmp_path / "llama3.tiktoken", r"\S|\s", **LLAMA3_TOKENS)
+    first = get_tokenizer(str(path)).fingerprint
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    assert get_tokenizer(str(path)).fingerprint != first
+
+
+def test_merges_whose_ids_have_no_end_are_refused(small_dir, tmp_path):
+    (tmp_path / "vocab.bpe").write_bytes((small_dir / "vocab.bpe").read_bytes())
+    ids = json.loads((small_dir / "encoder.json").read_text())
+    del ids["<|endoftext|>"]
+    (tmp_path / "encoder.json").write_text(json.dumps(ids))
+    with pytest.raises(UserError, match="names no token that ends a document"):
+        get_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
@@ -187,6 +231,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_names_that_of_the_weights(
 ALL_BYTES = tiktoken_file(BYTES)
 TWICE = tiktoken_file(BYTES | {b"other": 300, b"twice": 300})
 ANY = json.dumps({"pat_str": r"\S|\s", "special_tokens": {}})
+END_400 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 400}})
 END_0 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 0}})
 
 
@@ -214,8 +259,20 @@ END_0 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 0}}
             "'.*' has the id 0 of an ordinary",
         ),
         (
-            {"a.tiktoken": TWICE, "a.json": ANY},
+            {"a.tiktoken": TWICE, "a.json": END_400},
             "the tokens 'other' and 'twice' have one id, 300",
+        ),
+        (
+            {"a.tiktoken": ALL_BYTES, "a.json": ANY},
+            r"a\.tiktoken has no special tokens.* special_tokens of a\.json",
+        ),
+        (
+            {
+                "a.tiktoken": ALL_BYTES,
+                "a.json": END_400,
+                "tokenizer_config.json": '{"eos_token": "</s>"}',
+            },
+            "names the end '</s>', which is none of .*<|endoftext|>",
         ),
     ],
 )
