@@ -109,6 +109,7 @@ def source_text(
         (rows, text)
         for rows in corpus.batches_for(tokenizer, None)
         for text in rows.texts
+        if text  # The preparation skips empty documents, too.
     )
     for rows, text in pieces:
         ids = tokenizer.encode_array(text, rows.preceding, rows.following)

@@ -33,6 +33,8 @@ SAMPLE_TEXT = (
     'F(x)=a-b/c, "it\'s" 12.5%:\n\n  Two\tcafe\N{COMBINING ACUTE ACCENT} café 日本 🙂'
     " \N{LATIN SMALL LIGATURE FI}"
 )
+# A normalizer may strip the ends of a text.
+PADDED_SAMPLE_TEXT = f"\n {SAMPLE_TEXT} \n"
 
 
 class Batch(NamedTuple):
@@ -239,11 +241,13 @@ def bytes_per_target(
       batches: the batches.
       tokenizer: the tokenizer of their ids.
       source_bytes_per_token: the mean of the source text, which is returned if the
-        tokenizer does not give a text back.
+        tokenizer changes a text.
     """
-    spells_bytes = not isinstance(tokenizer, JSONTokenizer) or tokenizer.spells_bytes
-    if not spells_bytes and not restores_text(tokenizer):
-        return source_bytes_per_token
+    spells_bytes = True
+    if isinstance(tokenizer, JSONTokenizer):
+        if not restores_text(tokenizer):
+            return source_bytes_per_token
+        spells_bytes = tokenizer.spells_bytes
     unknown_size = 0 if tokenizer.tokens else 1
     sizes = np.full(tokenizer.vocab_size, unknown_size)
     for token, i in tokenizer.tokens.items():
@@ -259,15 +263,28 @@ def bytes_per_target(
     return math.fsum(means) / len(means) or math.nan
 
 
-def restores_text(tokenizer: Tokenizer) -> bool:
-    """Return whether decoding the ids of a text gives the text.
+def restores_text(tokenizer: JSONTokenizer) -> bool:
+    """Return whether the ids of a text give the text.
 
-    A decoder may put spaces between tokens, or the model may change the text first.
+    A decoder may put spaces between tokens, or a normalizer or pre-tokenizer may change
+    the text before it is encoded. Tokens that are bytes are joined without the decoder.
     """
-    try:
-        return tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) == SAMPLE_TEXT
-    except NoToken:
-        return False
+    texts = [SAMPLE_TEXT]
+    if tokenizer.spells_bytes:
+        texts.append(PADDED_SAMPLE_TEXT)
+    bytes_of = {i: token for token, i in tokenizer.tokens.items()}
+    for text in texts:
+        try:
+            ids = tokenizer.encode(text)
+        except NoToken:
+            return False
+        if tokenizer.spells_bytes:
+            restored = b"".join(bytes_of.get(i, b"") for i in ids)
+        else:
+            restored = tokenizer.decode(ids).encode()
+        if restored != text.encode():
+            return False
+    return True
 
 
 def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from corpora import rows, write
-from library_tokenizers import KINDS, WORDS, llama2, saved, unigram
+from library_tokenizers import KINDS, WORDS, byte_level, llama2, saved, unigram
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -58,9 +58,31 @@ def test_marks_of_a_tokenizer_are_no_bytes_of_text(tmp_path):
     assert size == pytest.approx(len(" and the earth") + len("the heaven\n漢".encode()))
 
 
-def test_bytes_are_the_sources_where_a_tokenizer_changes_the_text(tmp_path):
-    unigram().save(str(tmp_path / "tokenizer.json"))
-    texts = [f"天气很好 {i}\n\nf(x)=a-b/c, the {'earth' * i}" for i in range(60)]
+NO_MERGES = {"model": byte_level()["model"], "decoder": decoders.ByteLevel()}
+AS_IT_IS = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False)}
+STRIP_ACCENTS = [normalizers.NFD(), normalizers.StripAccents()]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        None,
+        NO_MERGES | AS_IT_IS | {"normalizer": normalizers.NFC()},
+        NO_MERGES | AS_IT_IS | {"normalizer": normalizers.Sequence(STRIP_ACCENTS)},
+        NO_MERGES | AS_IT_IS | {"normalizer": normalizers.Strip()},
+        NO_MERGES | {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+    ],
+    ids=["unigram", "NFC", "accents", "strip", "prefix"],
+)
+def test_bytes_are_the_sources_where_a_tokenizer_changes_the_text(tmp_path, parts):
+    if parts is None:
+        unigram().save(str(tmp_path / "tokenizer.json"))
+    else:
+        saved(tmp_path, **parts)
+    texts = [
+        f" 天气很好 {i}\n\nf(x)=a-b/c, cafe\u0301 {'earth' * i} \u1112\u1161\u11ab\n"
+        for i in range(60)
+    ]
     sizes = [len(text.encode()) for text in texts]
     write(tmp_path, {"a.jsonl": rows(texts)})
     source = TextSource((str(tmp_path / "a.jsonl"),))
@@ -76,6 +98,33 @@ def test_bytes_are_the_sources_where_a_tokenizer_changes_the_text(tmp_path):
     size = source_text(source, tmp_path / "cache", w, 10_000).bytes_per_token
     n_tokens = sum(part.tokens for part in data.manifest.splits.values())
     assert size == pytest.approx(sum(sizes) / n_tokens)
+
+
+def test_bytes_are_those_of_the_tokens_where_a_tokenizer_keeps_the_text(tmp_path):
+    saved(tmp_path, byte_level()["model"], **AS_IT_IS)  # without a decoder
+    ours = get_tokenizer(str(tmp_path))
+    row = np.array([[ours.eot, *ours.encode("the earth"), ours.eot]])
+    assert bytes_per_target([Batch(row, None)], ours, np.nan) == 0.9
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.parquet"])
+def test_empty_rows_are_no_documents_of_an_evaluation(tmp_path, file):
+    texts = [f"the earth {i}" for i in range(20)]
+
+    def evaluated(name, texts):
+        path = tmp_path / name / file
+        write(path.parent, {file: rows(texts) if file == "a.jsonl" else texts})
+        data = SimpleNamespace(
+            tokenizer=get_tokenizer("byte"),
+            val=SimpleNamespace(batch_size=1, document_mask=False),
+        )
+        spec = SimpleNamespace(context=8)
+        w = SimpleNamespace(data=data, model=SimpleNamespace(spec=spec))
+        text = source_text(TextSource((str(path),)), tmp_path / "cache", w, 10_000)
+        return text.batches, text.bytes_per_token, text.left_out
+
+    gaps = [row for text in texts for row in (text, "", None)]
+    assert evaluated("gaps", gaps) == evaluated("full", texts)
 
 
 def test_ids_are_the_librarys_without_what_it_adds(made):
