@@ -69,13 +69,15 @@ def build_model(
             raise UserError(
                 f"model.vocab_size={config.vocab_size}, the vocabulary of the weights,"
                 f" is smaller than the tokenizer's {vocab_size} ids; choose the"
-                " tokenizer of the weights by data.tokenizer, or keep this one and set"
-                " init.embeddings=focus, mean, gaussian or copy"
+                " tokenizer of the weights by data.tokenizer; if this is theirs, it has"
+                " tokens without rows, such as one for padding, and"
+                " init.embeddings=copy adds rows for them; for weights of another"
+                " tokenizer set init.embeddings=focus, mean, gaussian or copy"
             )
         raise UserError(
             f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's"
             f" {vocab_size} ids; valid: {vocab_size} or more, or null for the"
-            " tokenizer's; or, for weights of another tokenizer,"
+            " tokenizer's; for weights of another tokenizer set"
             " init.embeddings=focus, mean, gaussian or copy"
         )
     if custom_model is None:

@@ -376,7 +376,15 @@ def context_difference(saved_context: int, spec: Spec) -> str:
         return ""
     if spec.context < saved_context:
         return f"; model.context={spec.context} of the weights' {saved_context}"
+    scaling = getattr(spec, "rope_scaling", None)
+    unused = ""
+    if scaling is not None and scaling.kind == "dynamic":
+        unused = (
+            "; the dynamic rope_scaling of their config.json changes nothing, since it"
+            " begins beyond model.context"
+        )
     return (
         f"; model.context={spec.context}: the weights were not trained on rotary"
-        f" positions beyond {saved_context}, so model.rope_scaling may be needed"
+        f" positions beyond {saved_context}{unused}; linear, yarn or llama3"
+        " rope_scaling in the config.json of weights stretches them"
     )

@@ -12,6 +12,7 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.models import huggingface
 from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.llama.rope import RopeScaling
 from trainer.models.registry import SPECS, family_of
 from trainer.run.compatibility import architecture, check_same_model
 from trainer.run.initial_weights import (
@@ -89,9 +90,17 @@ def test_a_longer_context_is_refused_where_positions_are_learned(tmp_path):
         longer["llama"], "init_from=A", architecture(FAMILIES["llama"])
     )
     check_same_model("init_from=A", saved, longer["llama"])
-    assert "not trained on rotary positions beyond 8" in context_difference(
-        8, longer["llama"]
-    )
+    line = context_difference(8, longer["llama"])
+    assert "not trained on rotary positions beyond 8; linear, yarn or llama3" in line
+    assert "dynamic" not in line
+
+
+def test_dynamic_scaling_that_a_longer_context_leaves_out_is_named():
+    scaling = RopeScaling(factor=2.0, kind="dynamic")
+    spec = dataclasses.replace(FAMILIES["llama"], rope_scaling=scaling, context=16)
+    line = "the dynamic rope_scaling of their config.json changes nothing"
+    assert line in context_difference(8, spec)
+    assert line not in context_difference(32, spec)
 
 
 def test_integers_are_no_weights(tmp_path):
