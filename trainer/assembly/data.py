@@ -242,11 +242,14 @@ def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
 def source_names(paths: Iterable[str]) -> list[str]:
     """Return the names of a mixture's sources: the last parts of their paths.
 
+    The suffix of a file is left out. A directory's name may have points in it.
+
     Raises:
       UserError: two sources have the same name.
     """
     # `abspath` turns `.` into a name. Unlike `resolve` it keeps the name of a link.
-    names = [Path(os.path.abspath(path)).stem for path in paths]
+    absolute_paths = [Path(os.path.abspath(path)) for path in paths]
+    names = [path.name if path.is_dir() else path.stem for path in absolute_paths]
     for name in names:
         if names.count(name) > 1:
             raise UserError(

@@ -67,9 +67,10 @@ def read_tensors(
             " file"
         )
     check_format(path)
-    files, indexed = [path], None
+    files: list[Path] = [path]
+    file_names: dict[str, str] = {}
     if path.is_dir():
-        files, indexed = weight_files(path), indexed_names(path)
+        files, file_names = weight_files(path), indexed_names(path)
     tensors: dict[str, np.ndarray] = {}
     file_of: dict[str, Path] = {}
     for file in files:
@@ -86,6 +87,12 @@ def read_tensors(
                 f"{file} is not a complete safetensors file ({error}); download or copy"
                 " it again"
             ) from error
+        # The index decides between copies of a tensor in several files.
+        file_tensors = {
+            name: tensor
+            for name, tensor in file_tensors.items()
+            if file_names.get(name, file.name) == file.name
+        }
         repeated = sorted(file_tensors.keys() & file_of.keys())
         if repeated:
             name = repeated[0]
@@ -97,7 +104,8 @@ def read_tensors(
             check_tensor_names(file, file_tensors)
         tensors |= file_tensors
         file_of |= dict.fromkeys(file_tensors, file)
-    absent = sorted(indexed - tensors.keys()) if indexed is not None else []
+    # The head of a tied model may be in the index alone. Others cannot do without it.
+    absent = sorted(file_names.keys() - tensors.keys() - {HEAD})
     if absent:
         raise UserError(
             f"{path / INDEX} names tensors that its files do not hold: {absent[0]}"
@@ -225,11 +233,14 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
         )
 
 
-def indexed_names(directory: Path) -> set[str] | None:
-    """Return the names of all tensors by the index; None: no index applies."""
+def indexed_names(directory: Path) -> dict[str, str]:
+    """Return the names of all tensors, and of their files, by the index.
+
+    Empty: no index applies.
+    """
     if (directory / SINGLE).is_file() or not (directory / INDEX).is_file():
-        return None
-    return set(weight_map(directory))
+        return {}
+    return weight_map(directory)
 
 
 def weight_map(directory: Path) -> dict[str, str]:

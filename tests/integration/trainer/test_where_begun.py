@@ -49,3 +49,7 @@ def test_a_source_is_called_by_the_end_of_its_path_however_that_is_given(
     (tmp_path / "web/code.jsonl").symlink_to(tmp_path / "other.jsonl")
     monkeypatch.chdir(tmp_path / "web")
     assert source_names([".", "code.jsonl", "../books/"]) == ["web", "code", "books"]
+    versions = ["en-v1.0", "en-v1.1"]
+    for name in versions:
+        (tmp_path / "web" / name).mkdir()
+    assert source_names(versions) == versions

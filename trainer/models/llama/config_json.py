@@ -85,10 +85,12 @@ def fields_from_config(
     architecture = config_format.architecture
     # A tied checkpoint may be saved without its head, as `LlamaModel`.
     headless = architecture.replace("ForCausalLM", "Model")
-    if config.get("architectures") not in (None, [], [architecture], [headless]):
+    named = config.get("architectures") or []
+    # Early conversions wrote LLaMAForCausalLM.
+    names = [str(name).lower() for name in named] if isinstance(named, list) else named
+    if names not in ([], [architecture.lower()], [headless.lower()]):
         raise UserError(
-            f"architectures={config['architectures']!r} is not supported; valid:"
-            f" {[architecture]!r}"
+            f"architectures={named!r} is not supported; valid: {[architecture]!r}"
         )
     sizes: dict[str, Any] = {
         field_name: whole_number(config, key) for key, field_name in SIZES.items()

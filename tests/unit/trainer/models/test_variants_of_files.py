@@ -147,6 +147,7 @@ def test_two_bases_of_rotary_positions_are_refused(tmp_path):
     [
         ("llama", {"hidden_act": "swish"}),
         ("llama", {"architectures": []}),
+        ("llama", {"architectures": ["LLaMAForCausalLM"]}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0] * 2}),  # of a model cut shorter
         ("gpt2", {"activation_function": "gelu_fast"}),
         ("gpt2", {"n_embd": "absent", "hidden_size": 16, "n_ctx": 64}),

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 from corpora import write
-from family_files import DATA, WEIGHTS, check_same, copied, tensors_of
+from family_files import DATA, WEIGHTS, check_same, config_of, copied, tensors_of
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
@@ -94,7 +94,7 @@ def test_absent_and_damaged_files_are_named(tmp_path, shards):
     second.unlink()
     refused(r"00002-of-00002\.safetensors is missing \(1 in all\)")
     save_file({"x": np.zeros(1)}, second)
-    refused(r"index\.json names tensors that its files do not hold: lm_head.*in all")
+    refused(r"index\.json names tensors that its files do not hold: model.*in all")
     (shards / INDEX).write_text("{}")
     refused(r"index\.json has no weight_map")
     for name in (
@@ -119,6 +119,42 @@ def test_weights_in_two_files_are_refused_unless_one_has_transformers_name(tmp_p
     (directory / INDEX).unlink()
     (directory / WEIGHTS).rename(directory / "model_new.safetensors")
     with pytest.raises(UserError, match=r"model_old.safetensors and model_new.* both"):
+        load_llama(directory)
+
+
+def with_index(directory, tensors, **others):
+    """Split `tensors` into a file and `others`; the index has each tensor once."""
+    (directory / WEIGHTS).rename(directory / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+    for name, part in others.items():
+        save_file(part, directory / f"{name}.safetensors")
+        weight_map |= dict.fromkeys(part, f"{name}.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("overlay", ["an_overlay", "overlay"])
+def test_the_index_decides_between_two_files_with_one_tensor(tmp_path, overlay):
+    name = "model.layers.0.mlp.up_proj.weight"
+    old = tensors_of("llama") | {name: np.zeros_like(tensors_of("llama")[name])}
+    directory = copied(tmp_path, "llama", tensors=old)
+    with_index(directory, old, **{overlay: {name: tensors_of("llama")[name]}})
+    same(read_tensors(directory), tensors_of("llama"))
+    (directory / INDEX).unlink()
+    with pytest.raises(UserError, match=r"both hold .*up_proj"):
+        read_tensors(directory)
+
+
+def test_only_the_head_of_a_tied_model_may_be_in_the_index_alone(tmp_path):
+    head = {"lm_head.weight": None}
+    config = {"tie_word_embeddings": True}
+    whole = copied(tmp_path / "whole", "llama", config, head)
+    directory = copied(tmp_path / "shards", "llama", config, head)
+    with_index(directory, [*tensors_of("llama"), "lm_head.weight"])
+    same(read_tensors(directory), read_tensors(whole))
+    assert load_llama(directory)[0].tied
+    untied = json.dumps(config_of("llama", tie_word_embeddings=False))
+    (directory / "config.json").write_text(untied)
+    with pytest.raises(UserError, match=r"lm_head\.weight .* is missing"):
         load_llama(directory)
 
 
