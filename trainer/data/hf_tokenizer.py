@@ -22,7 +22,13 @@ from trainer.data.json_tokenizer import (
     spelled_ids,
 )
 from trainer.data.tokenizer import Tokenizer, get_tokenizer
-from trainer.data.tokenizer_settings import SETTINGS, added_later, read_json
+from trainer.data.tokenizer_settings import (
+    MODEL_CONFIGS,
+    SETTINGS,
+    added_later,
+    read_beside,
+    read_json,
+)
 from trainer.data.word_patterns import KNOWN_PATTERNS, to_hf_pattern
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
@@ -154,7 +160,7 @@ def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
     """Describe a text to which tokenizers of one vocabulary give different ids.
 
     None: the tokenizers are the same, or no difference was found in `PROBES` and in
-    texts of single tokens.
+    texts of single tokens of either.
     """
     if theirs.fingerprint == ours.fingerprint:
         return None
@@ -165,8 +171,13 @@ def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
         except UserError:  # a character without a token
             return None
 
-    tokens = [token.decode(errors="ignore") for token in ours.tokens]
-    for text in (*PROBES, *tokens[:: max(1, len(tokens) // PROBED_TOKENS)]):
+    # An added word of theirs may have none of our ids.
+    more = [token for token in theirs.tokens if token not in ours.tokens]
+    texts = [*PROBES]
+    for tokens in (list(ours.tokens), more):
+        probed = tokens[:: max(1, len(tokens) // PROBED_TOKENS)]
+        texts += [token.decode(errors="ignore") for token in probed]
+    for text in texts:
         their_ids, our_ids = encode(theirs, text), encode(ours, text)
         if their_ids != our_ids:
             return (
@@ -174,6 +185,32 @@ def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
                 " here"
             )
     return None
+
+
+def end_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
+    """Describe how the files of a Hugging Face directory end a document otherwise.
+
+    None: all of them that name an end have that of the tokenizer.
+    """
+    other_ends: list[str] = []
+    saved = tokenizer_in(directory)
+    if saved is not None and saved.eot != tokenizer.eot:
+        other_ends.append(f"{end_of(saved)} in the tokenizer beside them")
+    for name in MODEL_CONFIGS:
+        ids = read_beside(directory, name).get("eos_token_id")
+        if ids is not None and tokenizer.eot not in (
+            ids if isinstance(ids, list) else [ids]
+        ):
+            other_ends.append(f"eos_token_id={ids} in {name}")
+    if not other_ends:
+        return None
+    return f"documents end with {end_of(tokenizer)}, but {', and '.join(other_ends)}"
+
+
+def end_of(tokenizer: Tokenizer) -> str:
+    """Return the token that ends a document, and its id, for messages."""
+    ends = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
+    return f"{next(ends)!r} (id {tokenizer.eot})"
 
 
 def token_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:

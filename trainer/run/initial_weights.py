@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalify_core import weights
 from trainer.data.hf_tokenizer import (
     encoding_difference,
+    end_difference,
     token_difference,
     token_ids_in,
     tokenizer_in,
@@ -128,6 +129,9 @@ def weights_of_huggingface(
     saved_spec, params = huggingface.load(source, spec)
     if tokenizer is not None:
         match = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
+        other_end = end_difference(directory_of(source), tokenizer)
+        if isinstance(match, str) and other_end is not None:
+            match = f"{match}; {other_end}"
     check_weights_fit(key, architecture(saved_spec), spec, match)
     family = family_of(spec)
     if spec.scan_layers:

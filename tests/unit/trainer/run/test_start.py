@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from trainer.config.schema import Resume
 from trainer.data import get_tokenizer
@@ -124,6 +125,46 @@ def test_a_tokenizer_of_the_same_vocabulary_that_splits_otherwise_is_refused(
     file.write_text(json.dumps(tree | {"decoder": {"type": "Unknown"}}))
     match = compare_huggingface_tokenizer(tmp_path, spec, ours)
     assert "but their tokenizer cannot be read" in match
+
+
+def test_an_added_word_that_only_the_weights_tokenizer_has_is_refused(tmp_path, bpe):
+    ours = bpe("a", "t h", "th e")
+    spec = GPT2Spec(vocab_size=ours.vocab_size + 1)
+    save_hf(tmp_path, ours, 1024)
+    file = tmp_path / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.add_special_tokens(["<pad>"])
+    library.save(str(file))
+    assert hf_tokenizer_mismatch(tmp_path, spec, ours) is None
+    library.add_tokens(["<think>"])
+    library.save(str(file))
+    assert "'<think>' is [260] there" in hf_tokenizer_mismatch(tmp_path, spec, ours)[0]
+
+
+def test_files_that_end_documents_otherwise_are_named(tmp_path, bpe):
+    ours = bpe("a", "t h", "th e")
+    spec = GPT2Spec(vocab_size=ours.vocab_size)
+    save_hf(tmp_path, ours, 1024)
+
+    def write_ends(config, settings):
+        tree = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}
+        tree |= {"n_positions": 8, "vocab_size": ours.vocab_size} | config
+        (tmp_path / "config.json").write_text(json.dumps(tree))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return describe_init(tmp_path, ours, spec, PARAMS)
+
+    for ids in (None, ours.eot, [3, ours.eot]):
+        assert "documents end" not in write_ends({"eos_token_id": ids}, {})
+    line = write_ends({"eos_token_id": [3, 4]}, {})
+    end = "; documents end with '<|endoftext|>' (id 258), but "
+    assert f"{end}eos_token_id=[3, 4] in config.json" in line
+    file = tmp_path / "tokenizer.json"
+    library = Tokenizer.from_file(str(file))
+    library.add_special_tokens(["<|im_end|>"])
+    library.save(str(file))
+    line = write_ends({"eos_token_id": 3}, {"eos_token": "<|im_end|>"})
+    both = "'<|im_end|>' (id 259) in the tokenizer beside them, and eos_token_id=3 in"
+    assert end + both in line
 
 
 def checkpoints(run_dir, *steps):
