@@ -38,7 +38,8 @@ MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
 NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
 NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
 NOT_PLAIN[".ipynb"] = "a notebook"
-NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), "a table")
+TABLE = "a table"
+NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), TABLE)
 # Git LFS puts a pointer with this start in the place of a file that was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
@@ -273,9 +274,13 @@ def format_of(path: Path, format: Format | None) -> Format:
         )
     kind = NOT_PLAIN.get(path.suffix.lower())
     if format is None and kind is not None:
+        advice = "extract its text"
+        if kind == TABLE:
+            name = override("data.name", path.parent)
+            advice = f"read the tables of its directory by data=hf {name}, {advice}"
         raise UserError(
-            f"{path} is {kind} by its name: extract its text, leave it out of"
-            " data.paths, or set data.format=text to train on it as it stands"
+            f"{path} is {kind} by its name: {advice}, leave it out of data.paths, or"
+            " set data.format=text to train on it as it stands"
         )
     start = b"" if by_name or format else first_bytes(path)
     if begins_like_json(start):
@@ -426,7 +431,13 @@ def decode(
 def not_text(path: Path, why: str) -> NotText:
     """Return the error of a file, which names the kind of file if it is recognized."""
     with path.open("rb") as file:
-        head = file.read(8)
+        head = file.read(512)
+    if head[257:262] == b"ustar":
+        message = (
+            f"{path} is a tar archive; unpack it and give its directory, or leave"
+            f" it{OUT_OF_PATHS}"
+        )
+        return NotText(path, "a tar archive", message)
     if head.startswith(PARQUET):
         message = (
             f"{path} is Parquet, but not by its name; rename it to end in .parquet, or"

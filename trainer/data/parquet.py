@@ -152,4 +152,10 @@ def too_large(file: SourceFile, limit: int) -> UserError:
 
 def not_text_column(column: str, kind: str) -> str:
     """Return the message for a column of Arrow's type `kind`."""
+    if "binary" in kind:
+        return (
+            f"column {column!r} holds {kind}, bytes that its writer did not mark as"
+            " UTF-8; write it as strings, such as by pandas' .str.decode('utf-8'), or"
+            " choose another data.column"
+        )
     return f"column {column!r} holds {kind}, not text; choose another data.column"

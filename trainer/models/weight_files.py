@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 from trainer.errors import UserError
@@ -23,7 +23,7 @@ from trainer.files import (
     read_object,
     write_atomically,
 )
-from trainer.models.fp8_checkpoints import DTYPES, Fp8ScaleLayout
+from trainer.models.fp8_checkpoints import DTYPES, QUANTIZATION, Fp8ScaleLayout
 from trainer.models.other_formats import check_format, check_tensor_names
 
 CONFIG, INDEX, SINGLE = (
@@ -31,6 +31,7 @@ CONFIG, INDEX, SINGLE = (
     "model.safetensors.index.json",
     "model.safetensors",
 )
+MODELOPT = "hf_quant_config.json"  # holds what others have in QUANTIZATION
 HEAD = "lm_head.weight"
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_BYTES = 1 << 28
@@ -78,9 +79,11 @@ def read_tensors(
         try:
             file_tensors = load_file(file) if fp8 is None else load_fp8_file(file)
         except AttributeError as error:  # NumPy lacks the dtype
+            problem = f"{error}, which is not read"
+            if fp8 is None:
+                problem = unscaled_tensor(file)
             raise UserError(
-                f"{file} holds tensors in a format that NumPy lacks ({error});"
-                " give weights in float32, float16 or bfloat16"
+                f"{file}: {problem}; give weights in float32, float16 or bfloat16"
             ) from error
         except SafetensorError as error:
             raise UserError(
@@ -116,6 +119,21 @@ def read_tensors(
         tensors = fp8.widen(path, tensors)
         check_tensor_names(path, tensors)
     return tensors
+
+
+def unscaled_tensor(file: Path) -> str:
+    """Describe the first tensor of a safetensors file whose dtype NumPy lacks."""
+    with safe_open(file, "np") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
+            try:
+                tensors.get_tensor(name)
+            except AttributeError:
+                break
+        problem = f"{name} is {tensors.get_slice(name).get_dtype()}"
+    problem += f", but {CONFIG} has no {QUANTIZATION} that names its scales"
+    if file.with_name(MODELOPT).is_file():
+        problem += f" ({MODELOPT} of NVIDIA's ModelOpt is not read)"
+    return problem
 
 
 def load_fp8_file(file: Path) -> dict[str, np.ndarray]:

@@ -182,8 +182,11 @@ CUT_OFF = b"x" * (BLOCK - 1) + "é".encode()[:1] + b"x"
 LINES = rows(MANY)
 NO_TEXT = r"a\.txt is not text: {}; convert it"
 NAMED = "is a?n? ?[a-z ]+ by its name: extract"
+AS_TABLES = r"is a table by its name: read the tables .* by data=hf data\.name=.*/"
+TAR = b"a.jsonl".ljust(257, b"\0") + b"ustar".ljust(1024, b"\0") + LINES.encode()
 LIKE_JSON, LIKE_MARKUP = "looks like JSON lines", "looks like markup, but not by its"
 AS_JSONL = {"format": "jsonl"}
+BYTES_COLUMN = pa.table({"text": [b"words"]})
 TWICE = pa.table([pa.array(["a"])] * 2, names=["text", "text"])
 # A frame whose window is 2 GiB, with one raw block.
 LARGE_WINDOW = (
@@ -225,6 +228,12 @@ REFUSED = [
         ("a.jsonl", LINES + line, {}, r"l, line 61: cannot be read as jsonl")
         for line in ("{broken", "[1, 2]", '"text"')
     ),
+    (
+        "a.parquet",
+        BYTES_COLUMN,
+        {},
+        "holds binary, bytes that .* not mark as UTF-8; wri",
+    ),
     ("a.parquet", "just text", {}, r"a\.parquet: cannot be read as parquet"),
     (
         "a.json",
@@ -251,7 +260,10 @@ REFUSED = [
     ),
     ("a.txt", "words", {"max_documents": 3}, r"=3, but .*a\.txt is a single text"),
     # text in something else
-    *((name, "words", {}, NAMED) for name in ("a.html", "a.TSV", "a.ipynb", "a.warc")),
+    *((name, "words", {}, NAMED) for name in ("a.html", "a.ipynb", "a.warc")),
+    *((name, "words", {}, AS_TABLES) for name in ("a.TSV", "a.csv")),
+    ("a.tar", TAR, {}, r"a\.tar is a tar archive; unpack it"),
+    ("a.tar.gz", gzip.compress(TAR, mtime=0), {}, r"a\.tar\.gz is a tar archive; unp"),
     ("a.txt", "<!DOCTYPE html><p>text</p>", {}, LIKE_MARKUP),
     ("a.txt", "\ufeff \n<html lang=en><p>text</p>", {}, LIKE_MARKUP),
     ("a.txt", "<?xml <p>text</p>", {}, LIKE_MARKUP),

@@ -1,5 +1,6 @@
 """Weights of other trainers in FP8, with a scale for a block, a row or the tensor."""
 
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.models.fp8_checkpoints import Fp8ScaleLayout
+from trainer.models.weight_files import read_tensors
 
 NAME = "model.layers.0.self_attn.q_proj."
 SHAPE = (24, 40)
@@ -92,3 +94,20 @@ def test_a_block_may_be_larger_than_the_weight_and_takes_no_memory(tmp_path):
     tensors = {"a.weight": narrow, "a.weight_scale": scale}
     (wide,) = weights.widen(tmp_path, tensors).values()
     np.testing.assert_array_equal(wide, [[2, 2, 2, 6, 6, 6]] * 4)
+
+
+def test_fp8_without_settings_is_named_and_what_has_them_instead(tmp_path):
+    header = {"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0\0")
+    problem = "w is F8_E4M3, but config.json has no quantization_config"
+    with pytest.raises(UserError, match=f"{problem}.* float32") as error:
+        read_tensors(tmp_path)
+    assert "numpy" not in str(error.value)
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"hf_quant_config\.json of NVIDIA's ModelOpt"):
+        read_tensors(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"F8_E4M3", b"F8_E5M2"))
+    with pytest.raises(UserError, match="w is F8_E5M2, which is not read"):
+        read_tensors(tmp_path, Fp8ScaleLayout(None))
