@@ -94,8 +94,13 @@ class WandbTracker(Tracker):
             start.log.replay(self, after=self._sent)
 
     def _connect(self, arguments: Mapping[str, Any], *, online: bool) -> Any:
+        # W&B would run git in the run directory, which somebody else may have made, and
+        # git runs the programs that a .git/config names.
         settings = self._wandb.Settings(
-            console="off", silent=True, finish_timeout=FINISH_SECONDS
+            console="off",
+            silent=True,
+            finish_timeout=FINISH_SECONDS,
+            disable_git=True,
         )
         wandb_error: type[Exception] = self._wandb.errors.Error
         try:

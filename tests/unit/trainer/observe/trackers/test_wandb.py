@@ -3,6 +3,7 @@ process behind."""
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.wandb import choose_run_id, has_login
 from trainer.observe.trackers.wandb_files import wandb_files
 
+GIT = shutil.which("git")
 RUN = """
 import logging, os, signal, sys, time
 from pathlib import Path
@@ -96,6 +98,23 @@ def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "continuing without it; metrics.jsonl has all rows" in done.stdout
     assert logged_steps(tmp_path) == list(range(1, 21))
+
+
+def test_git_never_runs_in_the_run_directory(tmp_path):
+    """Its .git/config may be a stranger's: git runs the programs named there."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    called = tmp_path / "called"
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text(f'#!/bin/sh\necho "$PWD $*" >> {called}\nexec {GIT} "$@"\n')
+    git.chmod(0o755)
+    subprocess.run([GIT, "init", "-q", run_dir], check=True)
+    path = f"{git.parent}:{os.environ['PATH']}"
+    done = run(run_dir, 0, 3, PATH=path, WANDB_SAVE_CODE="true")
+    assert done.returncode == 0, done.stderr
+    calls = called.read_text() if called.exists() else ""
+    assert str(run_dir) not in calls
 
 
 @pytest.fixture
