@@ -42,6 +42,7 @@ from trainer.data.shards import (
     Shard,
     Split,
     digest,
+    digest_of_bytes,
     read_json_or_empty,
     repair,
 )
@@ -414,7 +415,11 @@ def commit(job: Preparation, chunk: Chunk) -> None:
             data = np.concatenate(chunk.arrays[split]).tobytes()
             name = f"{split}-{job.chunks:05d}.bin"
             write_atomically(job.directory / name, data)
-            entry |= {"name": name, "crc32": zlib.crc32(data)}
+            entry |= {
+                "name": name,
+                "crc32": zlib.crc32(data),
+                "digest": digest_of_bytes(data).hexdigest(),
+            }
         line["splits"][split] = entry
     with open(job.directory / JOURNAL, "ab", opener=no_follow) as file:
         with_digest = line | {"digest": digest(line)}
@@ -435,7 +440,11 @@ def apply_line(job: Preparation, line: dict[str, Any]) -> None:
         counts.tokens += entry["tokens"]
         counts.bytes += entry["bytes"]
         if entry["tokens"]:
-            counts.shards.append(Shard(entry["name"], entry["tokens"], entry["crc32"]))
+            # A journal of an earlier version has no digest of a shard.
+            shard_digest = entry.get("digest", "")
+            counts.shards.append(
+                Shard(entry["name"], entry["tokens"], entry["crc32"], shard_digest)
+            )
 
 
 def resume(job: Preparation) -> None:

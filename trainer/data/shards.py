@@ -7,12 +7,14 @@ tokenizer.json, ...    the tokenizer itself, so that training needs no other fil
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import shlex
 import typing
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,11 +34,12 @@ from trainer.files import (
     write_atomically,
 )
 
-MANIFEST_VERSION = 2
+# Its shards have digests beside the CRC-32s.
+MANIFEST_VERSION = 3
 # Part of every fingerprint. Increase it when this code starts to give a text other ids.
 SHARD_VERSION = 1
 # Version 1 has no digest of its content.
-READABLE_VERSIONS = (1, MANIFEST_VERSION)
+READABLE_VERSIONS = (1, 2, MANIFEST_VERSION)
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 # Records of verified shards, in the user's cache: whoever made a data directory could
@@ -64,15 +67,24 @@ REQUIRED_SOURCE_FIELDS = {
 # If all shards together have at most this many bytes, they are verified at every
 # opening, which takes a tenth of a second.
 ALWAYS_VERIFY = 256 << 20
+DIGEST_BYTES = 32  # of a shard: no two texts have the same
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of token ids: its name, number of tokens, and the CRC-32 of its bytes."""
+    """A file of token ids.
+
+    Attributes:
+      name: its name in the prepared directory.
+      tokens: number of ids.
+      crc32: the CRC-32 of its bytes, for which anybody can make other bytes.
+      digest: `digest_of_bytes` of its bytes; empty in data of earlier versions.
+    """
 
     name: str
     tokens: int
     crc32: int
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,13 +135,13 @@ class Manifest:
     def load(cls, directory: Path, *, thorough: bool = False) -> "Manifest":
         """Read the manifest and check its shards.
 
-        The size of every shard is always checked. CRC-32s and ids are checked at every
+        The size of every shard is always checked. Digests and ids are checked at every
         opening while all shards together are at most 256 MiB. Above that they are
-        checked once, and again when size or times of the shard change.
+        checked once, and again when size, times or digest of the shard change.
 
         Args:
           directory: the prepared directory.
-          thorough: check every CRC-32 and every id.
+          thorough: check every digest and every id.
 
         Raises:
           UserError: no manifest, one of another format, or a missing, truncated or
@@ -152,7 +164,7 @@ class Manifest:
                     f"{path} is of format {version}, this version reads"
                     f" {' and '.join(map(str, READABLE_VERSIONS))}; {repair(directory)}"
                 )
-            if version == MANIFEST_VERSION and tree.pop("digest") != digest(tree):
+            if version > 1 and tree.pop("digest") != digest(tree):
                 raise UserError(
                     f"{path} was altered since it was written; {repair(directory)}"
                 )
@@ -218,12 +230,17 @@ class Manifest:
     @property
     def content(self) -> str:
         """A digest of all tokens. A hub data set may change while its name stays."""
-        return digest([asdict(shard) for shard in self.shards])
+        return content_of(self.shards)
+
+    @property
+    def crc32_content(self) -> str:
+        """`content` as checkpoints of earlier versions have it, by CRC-32s alone."""
+        return content_of([dataclasses.replace(s, digest="") for s in self.shards])
 
     @property
     def validation_content(self) -> str:
         """A digest of the validation tokens. They may change and keep their number."""
-        return digest([asdict(shard) for shard in self.splits["val"].shards])
+        return content_of(self.splits["val"].shards)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer from its files in the directory."""
@@ -255,9 +272,15 @@ class Manifest:
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
-        # Ids below one vocabulary size need not be below another.
+        # Ids below one vocabulary size need not be below another, and a manifest may
+        # have been replaced while the shards stayed.
         stamps = {
-            shard.name: [*self._checked_stamp(shard), self.vocab_size]
+            shard.name: [
+                *self._checked_stamp(shard),
+                self.vocab_size,
+                shard.crc32,
+                shard.digest,
+            ]
             for shard in self.shards
         }
         is_small = sum(size for size, *_ in stamps.values()) <= ALWAYS_VERIFY
@@ -316,11 +339,17 @@ class Manifest:
 
     def _check_content(self, shard: Shard) -> None:
         path = self.directory / shard.name
-        crc, largest = crc32_and_largest(path, np.dtype(self.dtype).newbyteorder("<"))
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        crc, digest, largest = checksums_and_largest(path, dtype)
         if crc != shard.crc32:
             raise UserError(
                 f"shard {path} has checksum {crc:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
+            )
+        if shard.digest and digest != shard.digest:
+            raise UserError(
+                f"shard {path} has digest {digest}, its manifest says"
+                f" {shard.digest}: altered; {repair(self.directory)}"
             )
         # JAX reads an embedding of such an id as NaN, without an error.
         if largest >= self.vocab_size:
@@ -362,15 +391,31 @@ def repair(directory: Path) -> str:
     return f"remove it (rm -r {shlex.quote(str(directory))}) and prepare the data again"
 
 
-def crc32_and_largest(path: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return the CRC-32 of a file's bytes, and the largest of its numbers."""
+def digest_of_bytes(data: bytes = b"") -> "hashlib.blake2b":
+    """Return the running digest of a shard, of which nobody can make another text."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES)
+
+
+def content_of(shards: Iterable[Shard]) -> str:
+    """Return a digest of the tokens of shards, by what their manifest says of them."""
+    trees = [asdict(shard) for shard in shards]
+    for tree in trees:
+        if not tree["digest"]:
+            del tree["digest"]  # so that data of earlier versions keep their digest
+    return digest(trees)
+
+
+def checksums_and_largest(path: Path, dtype: np.dtype[Any]) -> tuple[int, str, int]:
+    """Return CRC-32 and digest of a file's bytes, and the largest of its numbers."""
     crc = largest = 0
+    running = digest_of_bytes()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
             crc = zlib.crc32(chunk, crc)
+            running.update(chunk)
             numbers = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
             largest = max(largest, int(numbers.max(initial=0)))
-    return crc, largest
+    return crc, running.hexdigest(), largest
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:

@@ -4,9 +4,9 @@ number.
 
 import contextlib
 import functools
+import hashlib
 import os
 import secrets
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,6 +64,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
     check_same_settings(config)
 
 
+HASH_WORDS = 4  # of 32 bits, of a value that processes compare
 # Keys of files and directories, which each machine may have elsewhere.
 MAY_DIFFER_BY_MACHINE = {
     "run_dir",
@@ -102,11 +103,14 @@ def compare_processes(values: Mapping[str, Any]) -> tuple[list[str], int]:
 
     All processes must call it, with the same names.
     """
-    checksums = np.array(
-        [zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32
+    data = b"".join(
+        hashlib.blake2b(repr(value).encode(), digest_size=4 * HASH_WORDS).digest()
+        for value in values.values()
     )
-    gathered = np.atleast_2d(multihost_utils.process_allgather(checksums))
-    differs = gathered != gathered[:1]
+    hashes = np.frombuffer(data, np.uint32)
+    gathered = np.asarray(multihost_utils.process_allgather(hashes))
+    gathered = gathered.reshape(-1, len(values), HASH_WORDS)
+    differs = (gathered != gathered[:1]).any(axis=2)
     differs_by_name = zip(values, differs.any(axis=0), strict=True)
     names = [name for name, name_differs in differs_by_name if name_differs]
     return names, int(differs.any(axis=1).argmax())

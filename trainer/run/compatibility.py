@@ -142,11 +142,13 @@ def data_difference(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
     """Return how the data differ from a checkpoint's; None: they are the same.
 
     A data set of the Hub may change and keep its name, and so its fingerprint.
-    Therefore the content is compared too. Checkpoints of earlier versions lack it.
+    Therefore the content is compared too. Checkpoints of earlier versions lack it, or
+    have it by CRC-32s alone.
     """
     if meta["data"] != manifest.fingerprint:
         return f"trained on data {meta['data']}, this is {manifest.fingerprint}"
-    if meta.get("data_content", manifest.content) != manifest.content:
+    contents = (manifest.content, manifest.crc32_content)
+    if meta.get("data_content", manifest.content) not in contents:
         return f"trained on other tokens than {manifest.directory} has now"
     return None
 

@@ -4,7 +4,7 @@ safetensors file.
 
 import contextlib
 import dataclasses
-import zlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,12 +251,10 @@ def check_weights_finite(key: str, params: Params) -> None:
         if not np.isfinite(np.asarray(array, np.float32)).all():
             raise UserError(f"{key}: {name} is not finite; choose other weights")
     if jax.process_count() > 1:
-        crc = 0
+        digest = hashlib.blake2b(digest_size=16)
         for array in jax.tree.leaves(params):
-            crc = zlib.crc32(
-                np.ascontiguousarray(array).reshape(-1).view(np.uint8), crc
-            )
-        check_same_content({key: crc})
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        check_same_content({key: digest.hexdigest()})
 
 
 def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:

@@ -6,6 +6,7 @@ with the same values. The log has every row of a step <= n, because the loop cal
 """
 
 import errno
+import hashlib
 import logging
 import os
 import sys
@@ -39,32 +40,55 @@ logger = logging.getLogger(__name__)
 
 
 class Digest(NamedTuple):
-    """The fingerprint of a log: its size in bytes, its lines, and its CRC-32."""
+    """The fingerprint of a log: its size in bytes, its lines, and a hash.
+
+    The hash is the BLAKE2b of the content as text. Checkpoints of earlier versions have
+    its CRC-32, a number.
+    """
 
     size: int
     rows: int
-    crc32: int
-
-    @classmethod
-    def from_data(cls, data: bytes) -> Self:
-        """Return the digest of the content of a file."""
-        return cls(len(data), data.count(b"\n"), zlib.crc32(data))
+    hash: str | int
 
     @classmethod
     def from_checkpoint(cls, saved: object) -> Self | None:
         """Return the saved digest, or None for any other value."""
-        if not isinstance(saved, dict) or not saved.keys() >= set(cls._fields):
+        if not isinstance(saved, dict):
             return None
-        values = [saved[name] for name in cls._fields]
-        # `isinstance` would accept bool, which is an int but not a count.
-        if any(type(value) is not int for value in values):
+        size, rows = saved.get("size"), saved.get("rows")
+        content_hash = saved.get("hash", saved.get("crc32"))
+        # bool is an int, but not a count
+        if type(size) is not int or type(rows) is not int:
             return None
-        return cls(*values)
+        if type(content_hash) not in (int, str):
+            return None
+        return cls(size, rows, content_hash)
 
-    def extended(self, data: bytes) -> Self:
-        """Return the digest of the content followed by `data`."""
-        rows = self.rows + data.count(b"\n")
-        return type(self)(self.size + len(data), rows, zlib.crc32(data, self.crc32))
+    def is_of(self, data: bytes) -> bool:
+        """Return whether `data` is the content of this digest."""
+        if isinstance(self.hash, int):
+            return self == (len(data), data.count(b"\n"), zlib.crc32(data))
+        return self == RunningDigest(data).digest
+
+
+class RunningDigest:
+    """The digest of a content that grows."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._size = self._rows = 0
+        self._hash = hashlib.blake2b(digest_size=32)
+        self.extend(data)
+
+    def extend(self, data: bytes) -> None:
+        """Append `data` to the content."""
+        self._size += len(data)
+        self._rows += data.count(b"\n")
+        self._hash.update(data)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the content so far."""
+        return Digest(self._size, self._rows, self._hash.hexdigest())
 
 
 class LogFile:
@@ -77,7 +101,12 @@ class LogFile:
 
     def _open(self) -> None:
         self._file = FileIO(self.path, "ab+", opener=no_follow)
-        self.digest = Digest.from_data(self._read())
+        self._running = RunningDigest(self._read())
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of the content that was read or written."""
+        return self._running.digest
 
     def _read(self) -> bytes:
         self._file.seek(0)
@@ -89,7 +118,7 @@ class LogFile:
             with explain_unwritable(self._file.name, MAKE_ROOM):
                 if self._file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, "the disk is full")
-            self.digest = self.digest.extended(data)
+            self._running.extend(data)
 
     def check_and_restore(self) -> str | None:
         """Return how the file has changed since the last call, and restore it if it was
@@ -108,7 +137,7 @@ class LogFile:
             return "was removed or replaced while the run wrote it; it was restored"
         if open_file.st_size != self.digest.size:
             expected = self.digest
-            self.digest = Digest.from_data(self._read())
+            self._running = RunningDigest(self._read())
             return (
                 "was changed while the run wrote it: it has"
                 f" {self.digest.rows} lines, {expected.rows} were written"
@@ -127,9 +156,9 @@ class LogFile:
 def check_log(path: Path, expected: Digest) -> str | None:
     """Return how a log differs from its digest at a checkpoint; None: it does not."""
     data = read_log(path)
-    if Digest.from_data(data[: expected.size]) == expected:
+    if expected.is_of(data[: expected.size]):
         return None
-    rows = Digest.from_data(data).rows
+    rows = data.count(b"\n")
     damage = "lines were changed, added or removed"
     if rows < expected.rows:
         damage = "the missing lines are lost"

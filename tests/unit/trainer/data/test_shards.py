@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forging import same_crc32
 
 from trainer.cli import prepare_data
 from trainer.data import Manifest, ShardLoader, TextSource, prepare, shards
 from trainer.errors import UserError
+from trainer.run.compatibility import data_difference
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +80,10 @@ def test_large_data_is_read_through_once_and_again_when_touched(
     directory, memory, monkeypatch
 ):
     read = []
-    content = shards.crc32_and_largest
+    content = shards.checksums_and_largest
     monkeypatch.setattr(
         shards,
-        "crc32_and_largest",
+        "checksums_and_largest",
         lambda path, dtype: read.append(path.name) or content(path, dtype),
     )
     total = len(Manifest.load(directory).shards)
@@ -106,10 +108,66 @@ def test_a_directory_does_not_vouch_for_its_own_shards(directory, memory):
     stat = (directory / "train-00001.bin").stat()
     stamps["train-00001.bin"] = [
         *(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino),
-        stamps["train-00001.bin"][-1],
+        *stamps["train-00001.bin"][4:],
     ]
     (directory / "verified.json").write_text(json.dumps(stamps))
     damaged(directory, r"train-00001\.bin has checksum")
+
+
+def forge(directory):
+    """Give the training shards other tokens, of which each shard has the same CRC-32."""
+    for path in directory.glob("train-*.bin"):
+        path.write_bytes(same_crc32(path.read_bytes(), range(0, 2000, 2)))
+
+
+def forget_digests(tree):
+    """Make a manifest one of an earlier version."""
+    for split in tree["splits"].values():
+        for shard in split["shards"]:
+            shard.pop("digest", None)
+    tree.update(format=2)
+
+
+def test_other_tokens_of_the_same_crc32_are_found(directory):
+    forge(directory)
+    damaged(directory, rf"train-0000\d\.bin has digest .*: altered; {REPAIR}")
+
+
+def test_other_tokens_of_the_same_crc32_are_not_what_a_checkpoint_was_trained_on(
+    directory,
+):
+    manifest = Manifest.load(directory)
+    meta = {"data": manifest.fingerprint, "data_content": manifest.content}
+    forge(directory)
+    rewrite(directory, forget_digests, signed=True)
+    forged = Manifest.load(directory)
+    assert forged.content != manifest.content
+    assert "trained on other tokens than" in data_difference(meta, forged)
+
+
+def test_data_and_checkpoints_of_before_shards_had_digests_still_agree(directory):
+    new = Manifest.load(directory)
+    rewrite(directory, forget_digests, signed=True)
+    old = Manifest.load(directory)
+    shards_as_saved = json.loads((directory / "manifest.json").read_text())["splits"]
+    content = shards.digest(
+        [shard for split in shards_as_saved.values() for shard in split["shards"]]
+    )
+    assert old.content == content
+    meta = {"data": new.fingerprint, "data_content": content}
+    for manifest in (old, new):
+        assert data_difference(meta, manifest) is None
+
+
+def test_large_data_are_read_through_again_for_another_manifest(directory, memory):
+    """Else a manifest could say that known shards hold other tokens."""
+    Manifest.load(directory)
+
+    def change(tree):
+        tree["splits"]["train"]["shards"][0].update(crc32=1)
+
+    rewrite(directory, change, signed=True)
+    damaged(directory, r"train-00000\.bin has checksum")
 
 
 def rewrite(directory, change, *, signed=False):
@@ -221,7 +279,10 @@ def test_ids_beyond_the_vocabulary_are_refused(directory):
     for i, is_valid in ((size - 1, True), (size, False)):
         ids[7] = i
         ids.tofile(path)
-        shard = {"crc32": zlib.crc32(ids.tobytes())}
+        shard = {
+            "crc32": zlib.crc32(ids.tobytes()),
+            "digest": shards.digest_of_bytes(ids.tobytes()).hexdigest(),
+        }
         rewrite(
             directory,
             lambda tree, new=shard: tree["splits"]["train"]["shards"][1].update(new),

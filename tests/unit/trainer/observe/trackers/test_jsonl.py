@@ -2,8 +2,11 @@
 on."""
 
 import json
+import re
+import zlib
 
 import pytest
+from forging import same_crc32
 
 from trainer.observe.records import (
     Sample,
@@ -108,6 +111,40 @@ def test_a_log_that_is_not_as_it_was_written_is_noticed(tmp_path, damage):
     assert ("lines were changed" in text) == (len(lines) >= 4)
     if damage == "a row twice":
         assert [row["step"] for row in rows if "event" not in row] == [1, 2, 3, 4]
+
+
+def crc32_of(path):
+    data = path.read_bytes()
+    digest = {"size": len(data), "rows": data.count(b"\n"), "crc32": zlib.crc32(data)}
+    return data, digest
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.txt"])
+def test_a_change_that_keeps_size_and_crc32_is_noticed(tmp_path, name):
+    tracker = jsonl(tmp_path)
+    log_steps(tracker, *range(1, 9))
+    tracker.sample(8, "sample", "0123456789" * 5)
+    state = tracker.checkpoint_state()
+    tracker.finish()
+    data, _ = crc32_of(tmp_path / name)
+    # digits remain digits; the first row, and the sample's heading, stay
+    digits = [match.start() for match in re.finditer(rb"(?<=\d\d)\d(?=\d)", data)]
+    (tmp_path / name).write_bytes(same_crc32(data, digits))
+    events = [row["event"] for row in resume(tmp_path, 8, state) if "event" in row]
+    assert [name in event for event in events] == [True]
+
+
+def test_a_checkpoint_of_before_logs_had_a_hash_is_compared_by_crc32(tmp_path):
+    tracker = jsonl(tmp_path)
+    log_steps(tracker, 1, 2)
+    tracker.sample(2, "sample", "some text")
+    tracker.finish()
+    paths = tmp_path / "metrics.jsonl", tmp_path / "samples.txt"
+    (data, state), (_, samples) = map(crc32_of, paths)
+    state |= {"samples": samples}
+    assert len(resume(tmp_path, 2, state)) == 2
+    paths[0].write_bytes(data.replace(b'"tokens": 1', b'"tokens": 3'))
+    assert "event" in resume(tmp_path, 2, state)[-1]
 
 
 @pytest.mark.parametrize("step", [2, 4])
