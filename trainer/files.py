@@ -1,8 +1,8 @@
 """Read and write files of directories that somebody else may have made.
 
 Data is read with bounds, and malformed data raises `UserError`. A written file is
-replaced completely or not at all. Writing never follows a symbolic link, and uses
-temporary names that nobody can guess.
+replaced completely or not at all. Writing never follows a symbolic link, never changes
+a file that has other names, and uses temporary names that nobody can guess.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -297,6 +298,24 @@ def no_follow(path: str | os.PathLike[str], flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
     return descriptor
+
+
+def own_copy(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file to change its content, as `no_follow` does; also an `opener`.
+
+    A file with several names (hard links, as `cp -al` makes them) is first replaced by
+    a copy of its own. The other names keep the old content.
+
+    Raises:
+      OSError: it cannot be copied or opened.
+    """
+    path = Path(path)
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+            with path.open("rb") as file, replaced_atomically(path) as copy:
+                shutil.copyfileobj(file, copy)
+    return no_follow(path, flags)
 
 
 # Folders of a run directory that a run writes.

@@ -51,6 +51,7 @@ from trainer.errors import UserError
 from trainer.files import (
     LOG_BYTES,
     no_follow,
+    own_copy,
     read_file,
     remove_partial,
     well_formed,
@@ -421,7 +422,7 @@ def commit(job: Preparation, chunk: Chunk) -> None:
                 "digest": digest_of_bytes(data).hexdigest(),
             }
         line["splits"][split] = entry
-    with open(job.directory / JOURNAL, "ab", opener=no_follow) as file:
+    with open(job.directory / JOURNAL, "ab", opener=own_copy) as file:
         with_digest = line | {"digest": digest(line)}
         file.write(json.dumps(with_digest).encode() + b"\n")
         file.flush()
@@ -460,7 +461,7 @@ def resume(job: Preparation) -> None:
             if tree.pop("digest") != digest(tree):
                 raise ValueError("a line was altered since it was written")
             apply_line(job, tree)
-    with open(path, "r+b", opener=no_follow) as file:
+    with open(path, "r+b", opener=own_copy) as file:
         file.truncate(sum(len(line) + 1 for line in lines))
     if lines:
         log.info("continuing %s after %s tokens", job.directory, f"{job.tokens:,}")

@@ -7,7 +7,6 @@ are out of order are sorted.
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 from trainer.errors import UserError
 from trainer.files import (
     LOG_BYTES,
+    own_copy,
     parse_json,
     read_file,
     well_formed,
@@ -216,7 +216,8 @@ def cut_samples(path: Path, start: int, size: int = sys.maxsize) -> None:
 
 def _truncate(path: Path, size: int) -> None:
     if path.exists() and path.stat().st_size > size:
-        os.truncate(path, size)
+        with open(path, "r+b", opener=own_copy) as file:
+            file.truncate(size)
 
 
 def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:

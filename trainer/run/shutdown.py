@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from trainer.files import no_follow, saved_steps
+from trainer.files import own_copy, saved_steps
 
 HUNG_EXIT_CODE = 4
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -217,7 +217,7 @@ class Guard:
         with (
             contextlib.suppress(OSError),
             open(
-                self._run_dir / "hang.txt", "w", encoding="utf-8", opener=no_follow
+                self._run_dir / "hang.txt", "w", encoding="utf-8", opener=own_copy
             ) as file,
         ):
             file.write(text + "\n")

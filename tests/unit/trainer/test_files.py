@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.files import (
     check_regular,
     no_follow,
+    own_copy,
     parse_json,
     parse_yaml,
     path_of,
@@ -141,6 +142,23 @@ def test_a_file_has_a_bound(tmp_path):
     assert read_file(tmp_path / "a", 5) == b"12345"
     with pytest.raises(UserError, match="a has more than 4 bytes"):
         read_file(tmp_path / "a", 4)
+
+
+@pytest.mark.parametrize(("mode", "content"), [("ab", "mine new"), ("wb", " new")])
+def test_a_file_of_several_names_is_changed_under_one_of_them(tmp_path, mode, content):
+    """`cp -al RUN RUN.bak` makes such files."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "log").hardlink_to(tmp_path / "precious")
+    with open(tmp_path / "log", mode, opener=own_copy) as file:
+        file.write(b" new")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "log").read_text() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "precious"]
+    with open(tmp_path / "new", mode, opener=own_copy):
+        pass
+    (tmp_path / "link").symlink_to("precious")
+    with pytest.raises(OSError, match="link"):
+        open(tmp_path / "link", mode, opener=own_copy)  # noqa: SIM115 it raises
 
 
 @pytest.mark.parametrize(

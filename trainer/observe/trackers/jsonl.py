@@ -21,7 +21,7 @@ from trainer.errors import MAKE_ROOM, UserError
 from trainer.files import (
     OTHER_RUN_DIR,
     explain_unwritable,
-    no_follow,
+    own_copy,
     write_atomically,
 )
 from trainer.observe.records import (
@@ -100,7 +100,7 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
-        self._file = FileIO(self.path, "ab+", opener=no_follow)
+        self._file = FileIO(self.path, "ab+", opener=own_copy)
         self._running = RunningDigest(self._read())
 
     @property

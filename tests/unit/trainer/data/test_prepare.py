@@ -250,6 +250,20 @@ def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     assert content(proceed()) == content(complete)
 
 
+def test_a_backup_of_hard_links_of_a_journal_stays_as_it_was(
+    jsonl, tmp_path, interrupted
+):
+    proceed = interrupted(TextSource((str(jsonl),)))
+    [journal] = tmp_path.glob("cache/*/journal.jsonl")
+    with journal.open("ab") as file:
+        file.write(b"torn")
+    backup = tmp_path / "backup"
+    backup.hardlink_to(journal)
+    before = backup.read_bytes()
+    proceed()
+    assert backup.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "change",
     [

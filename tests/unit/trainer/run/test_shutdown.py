@@ -81,6 +81,8 @@ def test_a_signal_is_answered_at_once_and_says_what_a_second_one_does(start):
 def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "hang.txt").hardlink_to(tmp_path / "precious")
     process = start("hangs", stop=1.2)
     for _ in range(3):  # schedulers repeat it, which changes nothing
         process.terminate()
@@ -94,6 +96,7 @@ def test_past_its_deadline_a_signal_ends_a_process_that_hangs(start, tmp_path):
     )
     assert output == errors.removeprefix("error: ")  # reported, too
     assert 'File "<string>", line 18 in <module>' in (tmp_path / "hang.txt").read_text()
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_process_that_hangs_is_reported_once_and_then_ended(start):

@@ -78,6 +78,27 @@ def test_a_line_torn_anywhere_is_repaired(tmp_path):
         assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
+def test_a_backup_of_hard_links_stays_as_it_was(tmp_path):
+    run_dir, backup = tmp_path / "run", tmp_path / "backup"
+    run_dir.mkdir()
+    backup.mkdir()
+    tracker = jsonl(run_dir)
+    log_steps(tracker, 1, 2, 3)
+    tracker.sample(3, "sample", "some text")
+    tracker.finish()
+    before = {}
+    for path in run_dir.iterdir():
+        (backup / path.name).hardlink_to(path)
+        before[path.name] = path.read_bytes()
+    tracker = jsonl(run_dir, start=1)
+    log_steps(tracker, 2)
+    tracker.sample(2, "sample", "another text")
+    tracker.finish()
+    assert {path.name: path.read_bytes() for path in backup.iterdir()} == before
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [1, 2]
+    assert [sample.step for sample in read_samples(run_dir / "samples.txt")] == [2]
+
+
 DAMAGE = {
     "none": lambda lines: lines,
     "none, rows follow": lambda lines: [*lines, encode_row(5, {})],
