@@ -19,7 +19,7 @@ from trainer.config.fields import check_groups, flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_mapping
+from trainer.files import read_mapping, saved_steps
 from trainer.text import as_typed, nearest, unquoted
 
 # A continued run does not keep these: they are not settings of the training.
@@ -80,7 +80,16 @@ def continue_run(
     typed_source = overrides.get("resume.source", "auto")
     source = unquoted(typed_source)
     file = Path(source) / "config.yaml"
-    if source in ("auto", "none") or not file.is_file():
+    if source in ("auto", "none"):
+        return CommandLine(list(arguments), {})
+    if not file.is_file():
+        # With the default settings in their place, another run would be trained.
+        if saved_steps(Path(source)):
+            raise UserError(
+                f"resume={source} has checkpoints, but no file {file.name} with its"
+                f" settings; restore it from a copy, or give all settings and"
+                f" run_dir={source} to continue from its checkpoints"
+            )
         return CommandLine(list(arguments), {})
     _refuse_contradictions(overrides, source)
     tree = read_saved(file)

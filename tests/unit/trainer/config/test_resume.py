@@ -133,6 +133,22 @@ def test_keys_that_are_not_of_the_schema_are_refused(saved, line):
         compose_config(["resume=old"])
 
 
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_run_without_its_settings_does_not_resume_with_the_default_ones(
+    saved, is_directory
+):
+    file = Path("old/config.yaml")
+    file.unlink()
+    compose_config(["resume=old"])  # no run: refused at the start
+    Path("old/checkpoints/20").mkdir(parents=True)
+    if is_directory:
+        file.mkdir()
+    message = r"resume=old has checkpoints, but no file config\.yaml .* run_dir=old to"
+    for more in ([], ["run_dir=new"], ["run_dir=old"]):
+        with pytest.raises(UserError, match=message):
+            compose_config(["resume=old", *more])
+
+
 @pytest.mark.parametrize(
     ("group", "value", "reason"),
     [
