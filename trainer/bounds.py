@@ -78,6 +78,8 @@ Positive = Annotated[int, at_least(1)]
 Layers = Annotated[int, at_least(1), at_most(1000)]
 # Several minutes of sampling, even on a GPU.
 MAX_NEW_TOKENS = 1_000_000
+# Sequences that a device computes at once: more do not make it faster.
+MAX_SEQUENCES = 65_536
 Amount = Annotated[float, at_least(0)]
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Share = Annotated[float, UP_TO_1]

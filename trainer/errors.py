@@ -64,7 +64,7 @@ def run_and_flush(main: Callable[[], int]) -> int:
 
     It is that of a UserError after a line on stderr, as when standard output is a file
     on a full disk. It is 141, without a message, when nobody reads standard output:
-    `| head`.
+    `| head`. Memory that is full is a line, too.
     """
     try:
         with explain_full_output():
@@ -75,7 +75,23 @@ def run_and_flush(main: Callable[[], int]) -> int:
     except UserError as error:
         complain(error)
         return error.exit_code
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        complain(
+            f"out of memory ({reason or type(error).__name__}); use a smaller batch, a"
+            " smaller model or more devices, or stop what else uses this memory"
+        )
+        return UserError.exit_code
     return code
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that the memory of the host or a device is full."""
+    if type(error).__name__ == "JaxRuntimeError":  # this module does not import JAX
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.bounds import MAX_SEQUENCES
 from trainer.cli.arguments import STEP_HELP, argument, check_at_least, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -154,6 +155,8 @@ def print_tasks(
 ) -> None:
     """Print a line for each metric of each task, and write tasks.json into the run."""
     check_at_least(args, limit=0, fewshot=-1, batch=1)
+    if args.batch > MAX_SEQUENCES:
+        raise UserError(f"batch={args.batch}: expected at most {MAX_SEQUENCES}")
     if args.text:
         raise UserError(
             "tasks and text: give one of them; the tasks of this package are made of"

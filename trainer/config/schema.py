@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from trainer.bounds import (
     MAX_NEW_TOKENS,
+    MAX_SEQUENCES,
     Amount,
     Bound,
     Natural,
@@ -307,7 +308,7 @@ class Eval:
     tasks: tuple[str, ...] | None
     tasks_every: Positive | None
     limit: Positive | None
-    batch_size: Positive | None
+    batch_size: Annotated[int, at_least(1), at_most(MAX_SEQUENCES)] | None
 
 
 @dataclass(frozen=True)

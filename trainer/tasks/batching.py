@@ -52,6 +52,15 @@ def make_batches(sizes: Sequence[Sized], batch: int, context: int) -> list[Padde
     return batches
 
 
+def rows_at_once(batch: int, sequences: int) -> int:
+    """Return B for a number of sequences: at most `batch`.
+
+    Fewer sequences need no more than the next power of two of rows, so that few shapes
+    are compiled.
+    """
+    return max(1, min(batch, 1 << (sequences - 1).bit_length()))
+
+
 def round_scored(scored: int) -> int:
     """Round up to 16, 64, 256, ..."""
     rounded = MULTIPLE

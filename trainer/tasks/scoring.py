@@ -14,7 +14,7 @@ import numpy as np
 from scalify_core import asarray
 from trainer.model import Model
 from trainer.models.model_functions import Params
-from trainer.tasks.batching import Sized, make_batches
+from trainer.tasks.batching import Sized, make_batches, rows_at_once
 from trainer.workload import TrainTask
 
 AT_ONCE = 2048  # rows of logits: with 50,257 tokens 0.4 GiB
@@ -116,7 +116,7 @@ class Scorer:
 
     Args:
       task: the model in its precision; one device computes.
-      batch: B.
+      batch: B at most.
     """
 
     def __init__(self, task: TrainTask, batch: int) -> None:
@@ -133,12 +133,13 @@ class Scorer:
         parts = [cut(question, self.context) for question in questions]
         sizes = [Sized(len(inputs), len(targets)) for inputs, targets in parts]
         answers: dict[int, Answer] = {}
+        batch_size = rows_at_once(self.batch, len(parts))
         # The device computes one batch while the host reads the previous one.
         pending: list[tuple[tuple[int, ...], Any]] = []
-        for rows, length, scored in make_batches(sizes, self.batch, self.context):
-            tokens_BxT = np.zeros((self.batch, length), np.int32)
-            first_B = np.zeros(self.batch, np.int32)
-            targets_BxC = np.zeros((self.batch, scored), np.int32)
+        for rows, length, scored in make_batches(sizes, batch_size, self.context):
+            tokens_BxT = np.zeros((batch_size, length), np.int32)
+            first_B = np.zeros(batch_size, np.int32)
+            targets_BxC = np.zeros((batch_size, scored), np.int32)
             for place, row in enumerate(rows):
                 inputs, targets = parts[row]
                 tokens_BxT[place, : len(inputs)] = inputs

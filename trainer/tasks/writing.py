@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.models.model_functions import Params
 from trainer.models.sampling import extend, prefill, sample
-from trainer.tasks.batching import Sized, make_batches
+from trainer.tasks.batching import Sized, make_batches, rows_at_once
 from trainer.workload import TrainTask
 
 PART = 16  # new tokens between two checks whether all rows have ended
@@ -38,7 +38,7 @@ class Writer:
 
     Args:
       task: the model; matmuls are those of sampling, see `model.Model`.
-      batch: B.
+      batch: B at most.
     """
 
     def __init__(self, task: TrainTask, batch: int) -> None:
@@ -131,12 +131,19 @@ class Writer:
                 f"expected prompts of 1 to {self.context} - {max_new_tokens} tokens"
             )
         new_ids: dict[int, list[int]] = {}
+        batch_size = rows_at_once(self.batch, len(sizes))
         for rows, length, _ in make_batches(
-            sizes, self.batch, self.context - max_new_tokens
+            sizes, batch_size, self.context - max_new_tokens
         ):
             batch = [prompts[row] for row in rows]
             written = self._write(
-                params, batch, length, rows, max_new_tokens, ended, decoding
+                params,
+                batch,
+                (batch_size, length),
+                rows,
+                max_new_tokens,
+                ended,
+                decoding,
             )
             new_ids |= dict(zip(rows, written, strict=True))
         return [new_ids[row] for row in range(len(prompts))]
@@ -145,15 +152,16 @@ class Writer:
         self,
         params: Params,
         prompts: Sequence[Sequence[int]],
-        length: int,
+        shape: tuple[int, int],
         rows: Sequence[int],
         max_new_tokens: int,
         ended: Callable[[list[int]], bool],
         decoding: DecodingParams,
     ) -> list[list[int]]:
-        """Continue the prompts of a batch."""
-        tokens_BxT = np.zeros((self.batch, length), np.int32)
-        length_B = np.ones(self.batch, np.int32)
+        """Continue the prompts of a batch, whose arrays have the shape [B, T]."""
+        batch_size, length = shape
+        tokens_BxT = np.zeros(shape, np.int32)
+        length_B = np.ones(batch_size, np.int32)
         for place, prompt in enumerate(prompts):
             tokens_BxT[place, : len(prompt)] = prompt
             length_B[place] = len(prompt)
@@ -162,7 +170,7 @@ class Writer:
         # they are dropped.
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
         logits_BxV, caches = self._prefill(params, tokens_BxT, length_B, room)
-        seeds_B = np.resize(np.array(rows, np.uint32), self.batch)
+        seeds_B = np.resize(np.array(rows, np.uint32), batch_size)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(decoding.seed), seeds_B
         )

@@ -9,6 +9,7 @@ from precisions import SPEC, workload
 from scalify_core import asarray
 from trainer.tasks.batching import LENGTHS, Sized, make_batches
 from trainer.tasks.scoring import Question, Scorer, cut
+from trainer.tasks.writing import Writer
 from trainer.workload import first_state
 
 CONTEXT = SPEC.context
@@ -48,6 +49,27 @@ def test_batches_hold_all_rows_in_few_shapes():
     shapes = {(part.length, part.scored) for part in actual}
     assert len(shapes) <= LENGTHS * len(tails)
     assert sum(8 * part.length for part in actual) < 1.25 * sum(lengths)
+
+
+def test_a_batch_has_no_more_rows_than_there_are_sequences(monkeypatch):
+    """Others are only padding, which may fill the memory."""
+    task = workload("fp32")
+    scorer, writer = Scorer(task, 60_000), Writer(task, 60_000)
+    shapes = []
+
+    def record(program):
+        def call(params, *arguments):
+            shapes.append(next(x.shape for x in arguments if hasattr(x, "shape")))
+            return program(params, *arguments)
+
+        return call
+
+    monkeypatch.setattr(scorer, "_score", record(scorer._score))
+    monkeypatch.setattr(writer, "_prefill", record(writer._prefill))
+    state = first_state(task, 0)
+    assert len(scorer(state.params, state.scaling, [Question([1], [2])] * 3)) == 3
+    writer(asarray(state.params), [[1]], max_new_tokens=1, ended=lambda ids: bool(ids))
+    assert [shape[0] for shape in shapes] == [4, 1]
 
 
 # One of each way to scale; the step of the others: test_precision.py.

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import without_dashes
 from trainer.cli.evaluate import harness_command
 from trainer.cli.train import HydraJob, check_same_text, validation_loss
-from trainer.errors import UserError
+from trainer.errors import UserError, run_and_flush
 
 ROOT = Path(__file__).resolve().parents[4]
 KEYS = ["model", "train.steps", "profile.steps", "optimizer.lr", "model.lr"]
@@ -70,6 +71,8 @@ def test_help_explains_commands_and_keys_in_80_columns(name, monkeypatch, capsys
         # integers that JAX lacks
         (["generate", "run_dir=x", "top_k=3000000000"], "at most 2147483647"),
         (["explain", "run_dir=x", f"batch={10**19}"], "at most 2147483647"),
+        (["evaluate", "run_dir=x", "tasks=last_word", "batch=65537"], "at most 65536"),
+        (["eval.batch_size=65537"], "eval.batch_size=65537: expected at most 65536"),
     ],
 )
 def test_mistyped_words_are_one_line_and_exit_code_2(
@@ -79,6 +82,31 @@ def test_mistyped_words_are_one_line_and_exit_code_2(
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9\n..."),
+            "ting 9)",
+        ),
+        (MemoryError(), "(MemoryError)"),
+        (JaxRuntimeError("INTERNAL: a bug"), None),
+    ],
+)
+def test_full_memory_is_one_line_and_exit_code_2(error, reason, capsys):
+    def main():
+        raise error
+
+    if reason is None:
+        with pytest.raises(JaxRuntimeError):
+            run_and_flush(main)
+        return
+    assert run_and_flush(main) == 2
+    message = capsys.readouterr().err
+    assert f"{reason}; use a smaller batch" in message
+    assert message.count("\n") == 1
 
 
 def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
