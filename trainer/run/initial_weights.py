@@ -129,9 +129,6 @@ def weights_of_huggingface(
     saved_spec, params = huggingface.load(source, spec)
     if tokenizer is not None:
         match = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
-        other_end = end_difference(directory_of(source), tokenizer)
-        if isinstance(match, str) and other_end is not None:
-            match = f"{match}; {other_end}"
     check_weights_fit(key, architecture(saved_spec), spec, match)
     family = family_of(spec)
     if spec.scan_layers:
@@ -338,12 +335,13 @@ def compare_huggingface_tokenizer(
     1% of the rows may have no id.
     """
     directory = directory_of(source)
-    ids = token_ids_in(directory)
+    ids, other_end = token_ids_in(directory), end_difference(directory, tokenizer)
+    ends = "" if other_end is None else f"; {other_end}"
     if ids is None:
         if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
             return (
                 "there is no tokenizer beside them, so it is not checked whether their"
-                f" ids are those of data.tokenizer={tokenizer.name}"
+                f" ids are those of data.tokenizer={tokenizer.name}{ends}"
             )
         return TokenizerMismatch(
             f"has {spec.vocab_size:,} ids (the data {tokenizer.vocab_size:,}): another"
@@ -357,12 +355,12 @@ def compare_huggingface_tokenizer(
             return (
                 f"the vocabulary beside them is that of the data, {tokenizer.name}, but"
                 " their tokenizer cannot be read, so it is not checked whether it"
-                " splits texts alike"
+                f" splits texts alike{ends}"
             )
         # A vocabulary does not say how a text is split or normalized.
         difference = encoding_difference(saved, tokenizer)
     if difference is None:
-        return f"the tokenizer beside them is that of the data, {tokenizer.name}"
+        return f"the tokenizer beside them is that of the data, {tokenizer.name}{ends}"
     return TokenizerMismatch(
         f"has another tokenizer ({difference})",
         f"set {override('data.tokenizer', f'{directory}/')}, the data's is"
