@@ -118,8 +118,8 @@ def test_empty_rows_are_no_documents_of_an_evaluation(tmp_path, file):
             tokenizer=get_tokenizer("byte"),
             val=SimpleNamespace(batch_size=1, document_mask=False),
         )
-        spec = SimpleNamespace(context=8)
-        w = SimpleNamespace(data=data, model=SimpleNamespace(spec=spec))
+        model = SimpleNamespace(spec=SimpleNamespace(context=8), loss_boundary_id=None)
+        w = SimpleNamespace(data=data, model=model)
         text = source_text(TextSource((str(path),)), tmp_path / "cache", w, 10_000)
         return text.batches, text.bytes_per_token, text.left_out
 
