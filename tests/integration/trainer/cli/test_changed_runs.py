@@ -70,9 +70,13 @@ def test_another_tokenizer_than_its_checkpoint_s_is_refused(run_dir, monkeypatch
     other = ByteTokenizer()
     other.fingerprint = "another"
     monkeypatch.setattr(initial_weights, "load_saved", lambda *_: other)
-    meta = Checkpointer.meta
-    saved = {"tokenizer_fingerprint": "byte"}
-    monkeypatch.setattr(Checkpointer, "meta", lambda *args: meta(*args) | saved)
+    read_manifest = Checkpointer.manifest
+
+    def manifest(*args):
+        actual = read_manifest(*args)
+        return actual._replace(meta=actual.meta | {"tokenizer_fingerprint": "byte"})
+
+    monkeypatch.setattr(Checkpointer, "manifest", manifest)
     with pytest.raises(UserError, match="is not that of its checkpoints"):
         read(run_dir)
 
