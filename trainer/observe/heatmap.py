@@ -45,6 +45,8 @@ PANELS = {
 WIDTH, MARGIN_TOP, MARGIN_BOTTOM = 17, 0.8, 1.2
 INCHES_PER_LAYER = 0.17
 MAX_LABELS = 90
+# More do not show. In rows that somebody else wrote, each may have layers of its own.
+MAX_CELLS = 1 << 20
 
 
 def table(
@@ -54,27 +56,29 @@ def table(
 
     Returns:
       the layers, the steps, and for each figure an array [layers, steps] with NaN where
-      a row lacks it.
+      a row lacks it. Of more than `MAX_CELLS` steps are left out, evenly.
     """
     prefix = f"numerics/{kind}/"
-    measured = {
-        row["step"]: row for row in rows if any(name.startswith(prefix) for name in row)
-    }
-    layers: dict[str, None] = {}
-    for row in measured.values():
-        for name in row:
+    measured: dict[int, dict[tuple[str, str], float]] = {}
+    layers: dict[str, int] = {}
+    for row in rows:
+        figures = {}
+        for name, value in row.items():
             if name.startswith(prefix):
-                layers[name.removeprefix(prefix).rsplit("/", 1)[0]] = None
-    values = {}
-    for figure in DRAWN_FIGURES:
-        keys = [f"{prefix}{layer}/{figure}" for layer in layers]
-        values[figure] = np.array(
-            [
-                [float(row.get(key, math.nan)) for row in measured.values()]
-                for key in keys
-            ]
-        )
-    return list(layers), list(measured), values
+                layer, figure = name.removeprefix(prefix).rsplit("/", 1)
+                layers.setdefault(layer, len(layers))
+                figures[layer, figure] = float(value)
+        if figures:
+            measured[row["step"]] = figures
+    stride = max(1, -(-len(layers) * len(measured) // MAX_CELLS))
+    steps = list(measured)[::-stride][::-1]  # the newest is drawn
+    shape = len(layers), len(steps)
+    values = {figure: np.full(shape, math.nan) for figure in DRAWN_FIGURES}
+    for column, step in enumerate(steps):
+        for (layer, figure), value in measured[step].items():
+            if figure in values:
+                values[figure][layers[layer], column] = value
+    return list(layers), steps, values
 
 
 def draw_all(
@@ -252,5 +256,6 @@ def label_layers(ax: Axes, layers: list[str]) -> None:
     if len(layers) > MAX_LABELS:
         blocks = [".".join(name.split(".")[:2]) for name in layers]
         rows = [i for i in rows if i == 0 or blocks[i] != blocks[i - 1]]
+        rows = rows[:: -(-len(rows) // MAX_LABELS)]
         labels = [blocks[i] for i in rows]
     ax.set_yticks(rows, labels, fontsize=8)

@@ -151,12 +151,14 @@ def cut_rows(
 def is_row(row: Any) -> bool:
     """Return whether parsed JSON is a row of metrics.
 
-    It has a step, and either numbers (`NaN` and infinities as text) or an event.
+    It has a step of 0 or more, and either numbers (`NaN` and infinities as text) or an
+    event.
     """
     if (
         not isinstance(row, dict)
         or not _is_number(row.get("step"))
         or not isinstance(row["step"], int)
+        or row["step"] < 0
     ):
         return False
     if "event" in row:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.observe.records import without_layers
+from trainer.observe.records import is_row, without_layers
 
 
 def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
@@ -13,6 +13,12 @@ def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
         f"{prefix}/underflow": underflow,
         f"{prefix}/saturated": saturated,
     }
+
+
+def test_a_row_has_a_step_that_a_run_can_take():
+    assert [is_row({"step": step, "lr": 1.0}) for step in (0, 7)] == [True, True]
+    steps = (-1, 1.0, "1", True, None)
+    assert not any(is_row({"step": step, "lr": 1.0}) for step in steps)
 
 
 def test_extremes_over_the_layers_are_left_and_zeros_set_none():
