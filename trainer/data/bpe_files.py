@@ -7,7 +7,7 @@ the old content of a file that was replaced; these readers read the file.
 
 import base64
 import binascii
-import itertools
+import heapq
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 # With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
-# Bytes of a token; the longest of known encodings has some 512. The merges of a token
-# are found in a time that grows with the square of its length.
+# Bytes of a token; the longest of known encodings has some 512.
 MAX_TOKEN_BYTES = 1024
 
 TokenIds = dict[bytes, int]
@@ -247,20 +246,55 @@ def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pair_ranks = [
-                ranks.get(left + right, rank)
-                for left, right in itertools.pairwise(parts)
-            ]
-            lowest = min(pair_ranks)
-            if lowest >= rank:
-                break
-            i = pair_ranks.index(lowest)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        parts = last_parts(token, rank, ranks)
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
     return merges
+
+
+def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
+    """Return the parts of a token after all merges of ranks below its own, at least two
+    unless it is one byte.
+
+    The pair of the lowest rank is merged first, of equal ones the leftmost. A queue
+    holds them, because looking at all pairs before each merge takes a time that grows
+    with the square of the length.
+    """
+    size = len(token)
+    # A part is known by its first byte. `ends` is None for what is a part no more.
+    ends: list[int | None] = list(range(1, size + 1))
+    before = list(range(-1, size - 1))
+    queue: list[tuple[int, int]] = []
+
+    def pair_rank(start: int) -> int:
+        """Return the rank of the part at `start` joined with the next part."""
+        middle = ends[start]
+        if middle is None or middle == size:
+            return rank
+        return ranks.get(token[start : ends[middle]], rank)
+
+    def push(start: int) -> None:
+        if start >= 0 and (found := pair_rank(start)) < rank:
+            heapq.heappush(queue, (found, start))
+
+    for start in range(size):
+        push(start)
+    count = size
+    while queue and count > 2:
+        lowest, start = heapq.heappop(queue)
+        if pair_rank(start) != lowest:
+            continue  # one of the two was merged meanwhile
+        middle = ends[start]
+        assert middle is not None
+        end = ends[middle]
+        assert end is not None
+        ends[start], ends[middle] = end, None
+        if end < size:
+            before[end] = start
+        count -= 1
+        push(before[start])
+        push(start)
+    return [token[start:end] for start, end in enumerate(ends) if end is not None]
 
 
 def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:

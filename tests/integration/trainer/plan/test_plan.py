@@ -124,7 +124,7 @@ def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
 
     def planned(*overrides, rows=None):
         c = compose_config([*TINY, "precision=scalify_fp8_fp16", *overrides])
-        return build_model(c.model, c.precision.policy, 256, rows=rows)
+        return build_model(c.model, c.precision.policy, 256, matmul_rows=rows)
 
     program = flagship.measured.compiled.program
     model = planned()

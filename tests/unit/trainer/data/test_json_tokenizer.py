@@ -121,7 +121,7 @@ def test_empty_rows_are_no_documents_of_an_evaluation(tmp_path, file):
         model = SimpleNamespace(spec=SimpleNamespace(context=8), loss_boundary_id=None)
         w = SimpleNamespace(data=data, model=model)
         text = source_text(TextSource((str(path),)), tmp_path / "cache", w, 10_000)
-        return text.batches, text.bytes_per_token, text.left_out
+        return text.n_batches, text.bytes_per_token, text.left_out
 
     gaps = [row for text in texts for row in (text, "", None)]
     assert evaluated("gaps", gaps) == evaluated("full", texts)

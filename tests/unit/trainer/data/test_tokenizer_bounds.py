@@ -1,6 +1,8 @@
 """A tokenizer of somebody else neither multiplies a text nor searches it for ever."""
 
 import base64
+import itertools
+import random
 import time
 
 import pytest
@@ -8,7 +10,7 @@ from library_tokenizers import saved, write_tiktoken
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from trainer.data import get_tokenizer
-from trainer.data.bpe_files import is_same_in_tiktoken
+from trainer.data.bpe_files import is_same_in_tiktoken, last_parts, merges_of
 from trainer.data.tokenizer_bounds import (
     refuse_growth_and_slow_patterns,
     refuse_slow_pattern,
@@ -151,3 +153,43 @@ def test_long_tokens_are_left_to_the_library_whose_time_does_not_grow_with_a_squ
     assert time.process_time() - started < 5
     short = {t: i for i, t in enumerate(tokens) if len(t) <= 64}
     assert is_same_in_tiktoken(short, merges[:6])
+
+
+def parts_by_looking_at_all_pairs(token, rank, ranks):
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
+        i = pairs.index(min(pairs))
+        if pairs[i] >= rank:
+            break
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def test_the_parts_of_a_token_are_merged_as_if_all_pairs_were_looked_at():
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = {bytes(rng.choices(b"abc", k=rng.randint(1, 9))) for _ in range(60)}
+        # also ids that are not distinct
+        ranks = {token: rng.randint(0, 80) for token in sorted(tokens)}
+        for token, rank in ranks.items():
+            expected = parts_by_looking_at_all_pairs(token, rank, ranks)
+            assert last_parts(token, rank, ranks) == expected
+
+
+def test_the_merges_of_a_token_are_found_without_a_look_at_all_pairs_each_time():
+    class Counted(dict):
+        looks = 0
+
+        def get(self, key, default=None):
+            self.looks += 1
+            return super().get(key, default)
+
+    size = 1023
+    ranks = Counted({bytes([byte]): byte for byte in range(256)})
+    for n in range(1, 10):
+        ranks[b"a" * 2**n] = len(ranks)
+    token = b"a" * (size - 1) + b"b"
+    ranks[token] = len(ranks)
+    assert len(merges_of(ranks)) == 9
+    assert ranks.looks < 10 * size
