@@ -15,16 +15,17 @@ HEADER = struct.Struct("<IHB")
 def history_records(path: Path) -> Iterator[Any]:
     """Yield the history records of a W&B transaction log (`*.wandb`), in order.
 
-    Reading ends where a kill cut the log. After a header of 7 bytes the file is a
-    LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) whose
-    records are `wandb_internal_pb2.Record`.
+    Reading ends where a kill cut the log, or where it is damaged. After a header of 7
+    bytes the file is a LevelDB log
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md) whose records are
+    `wandb_internal_pb2.Record`.
     """
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
     data = read_file(path, LOG_BYTES)
     position = HEADER.size
-    record_data = b""
+    parts: list[bytes] = []  # of a record that has not ended
     while position + HEADER.size <= len(data):
         left_in_block = BLOCK - position % BLOCK
         if left_in_block < HEADER.size:
@@ -35,8 +36,12 @@ def history_records(path: Path) -> Iterator[Any]:
         if kind == 0 or len(chunk) < length:
             return
         position += HEADER.size + length
-        record_data = chunk if kind in (1, 2) else record_data + chunk
+        if (kind in (1, 2)) == bool(parts):
+            return  # a record without its end or its beginning
+        parts.append(chunk)
         if kind in (1, 4):
+            record_data = b"".join(parts)
+            parts = []
             record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             try:
                 record.ParseFromString(record_data)

@@ -95,7 +95,7 @@ def test_validation_and_numerics_are_compiled_with_the_options_of_the_step(
     w = small(make_mesh(1))
     jitted_eval_step(w)
     make_numerics(w)
-    for name in ("eval_step", "stored_gradients", "tensor_figures"):
+    for name in ("eval_step", "stored_gradients", "stored_figures"):
         assert compiled_with[name] == [HARMLESS], name
 
 

@@ -11,13 +11,14 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from wandb.proto import wandb_internal_pb2
 
 from scripts.faults.chaos import read_wandb_rows
 from trainer.observe.records import read_rows
 from trainer.observe.trackers import wandb
 from trainer.observe.trackers.choose import make_tracker
 from trainer.observe.trackers.wandb import choose_run_id, has_login
-from trainer.observe.trackers.wandb_files import wandb_files
+from trainer.observe.trackers.wandb_files import HEADER, wandb_files
 
 GIT = shutil.which("git")
 RUN = """
@@ -115,6 +116,24 @@ def test_git_never_runs_in_the_run_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     calls = called.read_text() if called.exists() else ""
     assert str(run_dir) not in calls
+
+
+def test_a_part_of_a_record_is_read_once(tmp_path):
+    """Else a log of parts without a beginning takes a time that grows with its
+    square."""
+    record = wandb_internal_pb2.Record()
+    item = record.history.item.add()
+    item.key, item.value_json = "loss", "1.5"
+    whole = record.SerializeToString()
+    half = len(whole) // 2
+    log = bytes(HEADER.size)
+    for kind, part in ((1, whole), (2, whole[:half]), (4, whole[half:])):
+        log += HEADER.pack(0, len(part), kind) + part
+    path = tmp_path / "run-x.wandb"
+    for kind in (3, 4):
+        stray = HEADER.pack(0, len(whole), kind) + whole
+        path.write_bytes(log + stray * 3 + log)
+        assert list(read_wandb_rows(path)) == [{"loss": 1.5}] * 2
 
 
 @pytest.fixture
