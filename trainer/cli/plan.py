@@ -330,10 +330,10 @@ def predicted_lines(plan: "StepPlan") -> list[str]:
     return lines
 
 
-def describe_largest(found: "BatchSizeBounds") -> str:
+def describe_largest(bounds: "BatchSizeBounds") -> str:
     """Describe the largest number of sequences that fits."""
-    if found.bound is None:
-        return f"at least {found.fits} sequences (the search ended there)"
-    if found.bound > found.fits:
-        return f"{found.fits} to {found.bound} sequences"
-    return f"{found.fits} sequences"
+    if bounds.bound is None:
+        return f"at least {bounds.fits} sequences (the search ended there)"
+    if bounds.bound > bounds.fits:
+        return f"{bounds.fits} to {bounds.bound} sequences"
+    return f"{bounds.fits} sequences"

@@ -263,7 +263,7 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     size = len(token)
     # A part is known by its first byte. `ends` is None for what is a part no more.
     ends: list[int | None] = list(range(1, size + 1))
-    before = list(range(-1, size - 1))
+    previous = list(range(-1, size - 1))
     queue: list[tuple[int, int]] = []
 
     def pair_rank(start: int) -> int:
@@ -274,8 +274,8 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
         return ranks.get(token[start : ends[middle]], rank)
 
     def push(start: int) -> None:
-        if start >= 0 and (found := pair_rank(start)) < rank:
-            heapq.heappush(queue, (found, start))
+        if start >= 0 and (pair := pair_rank(start)) < rank:
+            heapq.heappush(queue, (pair, start))
 
     for start in range(size):
         push(start)
@@ -290,9 +290,9 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
         assert end is not None
         ends[start], ends[middle] = end, None
         if end < size:
-            before[end] = start
+            previous[end] = start
         count -= 1
-        push(before[start])
+        push(previous[start])
         push(start)
     return [token[start:end] for start, end in enumerate(ends) if end is not None]
 

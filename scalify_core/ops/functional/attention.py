@@ -230,10 +230,10 @@ def _attention_bwd_cuda(
     q, k, v, segments, out, log_norm = residuals
     if not _is_for_cudnn(q, k, v):
         return _attention_bwd(residuals, gradient, sees=sees, logit_scale=logit_scale)
-    again, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
+    recomputed, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
 
     def saved(x: jax.Array) -> jax.Array:
-        if x is again:
+        if x is recomputed:
             return out
         return log_norm[..., 0] if _is_log_norm(x, q) else x
 

@@ -224,7 +224,7 @@ class Block(nnx.Module):
         self.mlp = MLP(spec, layers, residual_stddev)
         self.norms_after = spec.norms == "after"
 
-    def before_and_after(self, norm: Norm) -> tuple[Norm, Norm]:
+    def pre_and_post(self, norm: Norm) -> tuple[Norm, Norm]:
         """Return what a branch applies to its input, and the block to its output.
 
         A branch gets the norm of its input as an argument, so that with
@@ -241,13 +241,13 @@ class Block(nnx.Module):
         segments_BxT: jax.Array | None,
         batch: int,
     ) -> jax.Array:
-        before, after = self.before_and_after(self.attn_norm)
-        x_NxD += after(self.attn(x_NxD, before, rotation, segments_BxT, batch))
+        pre_norm, post_norm = self.pre_and_post(self.attn_norm)
+        x_NxD += post_norm(self.attn(x_NxD, pre_norm, rotation, segments_BxT, batch))
         # Otherwise XLA may fuse the cast to 16 bits into each consumer, and store `x`
         # in FP32.
         x_NxD = materialized(x_NxD)
-        before, after = self.before_and_after(self.mlp_norm)
-        return materialized(x_NxD + after(self.mlp(x_NxD, before)))
+        pre_norm, post_norm = self.pre_and_post(self.mlp_norm)
+        return materialized(x_NxD + post_norm(self.mlp(x_NxD, pre_norm)))
 
     def decode(
         self,
@@ -257,11 +257,11 @@ class Block(nnx.Module):
         position: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:
         """Return the output for tokens from `position` on, and the new cache."""
-        before, after = self.before_and_after(self.attn_norm)
-        out_NxD, cache = self.attn.decode(x_NxD, before, rotation, cache, position)
-        x_NxD += after(out_NxD)
-        before, after = self.before_and_after(self.mlp_norm)
-        return x_NxD + after(self.mlp(x_NxD, before)), cache
+        pre_norm, post_norm = self.pre_and_post(self.attn_norm)
+        out_NxD, cache = self.attn.decode(x_NxD, pre_norm, rotation, cache, position)
+        x_NxD += post_norm(out_NxD)
+        pre_norm, post_norm = self.pre_and_post(self.mlp_norm)
+        return x_NxD + post_norm(self.mlp(x_NxD, pre_norm)), cache
 
 
 class Llama(Decoder):
