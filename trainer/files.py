@@ -29,6 +29,7 @@ MAX_DEPTH = 100
 MAX_INT_BITS = 4096  # of a YAML number: Python writes no number of 4,300 digits
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
+MAX_DIGITS = 18  # of a number that fits into 64 bits; `int` raises from 4,301 on
 LOG_BYTES = 1 << 31  # of a file that grows with a run
 # A file of holes, or compressed zeros, stands for gigabytes that nobody stored. Above
 # TEXT_BYTES data may be this many times as long as what is stored of it.

@@ -21,7 +21,7 @@ from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
-from trainer.files import parse_json, path_of, read_file, refuse_links
+from trainer.files import MAX_DIGITS, parse_json, path_of, read_file, refuse_links
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.model_functions import Params
@@ -169,10 +169,12 @@ def parse_step(checkpointer: Checkpointer, step: str | int) -> int | None:
     """
     if step == "newest":
         return None
-    if isinstance(step, int) or step.isdecimal():
+    if isinstance(step, int) or (step.isdecimal() and len(step) <= MAX_DIGITS):
         return int(step)
     if step != "best":
-        raise UserError(f"step={step}: expected newest, best, or a number of steps")
+        raise UserError(
+            f"step={step[:100]}: expected newest, best, or a number of steps"
+        )
     best = checkpointer.best_step
     if best is None:
         raise UserError(

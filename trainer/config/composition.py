@@ -46,6 +46,8 @@ NUMBER_OR_BOOL = re.compile(
 )
 # Hydra reads these values of a group as something else than a name.
 NOT_A_CHOICE = re.compile(r"\[.*|null|true|false|[+-]?[\d.]+", re.IGNORECASE)
+# Not in quotes. Python converts no number of more than 4,300 digits.
+LONG_NUMBER = re.compile(r"^(?!['\"]).*\d{1001}", re.DOTALL)
 PATTERN_KEYS = ("data.paths", "data.sources")
 
 
@@ -191,6 +193,10 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     flags = [argument for argument in long if argument not in overrides]
     groups = choices_of_groups()
     families = choice_of_each_family()
+    for argument in overrides:
+        key, _, value = argument.partition("=")
+        if LONG_NUMBER.search(value):  # Hydra's parser raises a ValueError
+            raise UserError(f"{key}: expected a number of at most 64 bits")
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))

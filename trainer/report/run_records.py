@@ -13,6 +13,7 @@ from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import (
+    MAX_DIGITS,
     parse_json,
     parse_mapping,
     read_file,
@@ -240,7 +241,7 @@ class RunRecords:
     def number(self, fact: str) -> int:
         """Return a fact that is an integer; 0: unknown."""
         text = self.facts.get(fact, "").replace(",", "")
-        if text.isdecimal():
+        if text.isdecimal() and len(text) <= MAX_DIGITS:
             return int(text)
         return 0
 

@@ -125,7 +125,7 @@ FIELDS: dict[str, Any] = {
     "watchdog": WatchdogState | None,
     "unfinished": str | None,
     "log": dict | None,
-    "totals": Totals | None,
+    "totals": Totals,
     "schedule_changes": STRINGS,
 }
 

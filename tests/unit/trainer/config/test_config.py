@@ -49,6 +49,12 @@ def command_line(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.parametrize("key", ["seed", "train.steps", "resume.step", "optimizer.lr"])
+def test_a_number_of_thousands_of_digits_is_refused_in_a_line(key):
+    with pytest.raises(UserError, match=rf"^{key}: expected a number of at most 64"):
+        compose_config([f"{key}={'9' * 5000}"])
+
+
 @pytest.mark.parametrize("family", SPECS)
 def test_the_defaults_of_a_family_are_the_same_in_its_yaml_and_in_its_spec(family):
     """Both are needed: Hydra takes overrides of keys that a file has, a program makes a

@@ -244,3 +244,10 @@ def steady(i):
 def test_speed_is_judged_by_its_course_and_the_peak(speed, more, grade, says):
     logged = rows(FALLING, speed=speed, **more)
     check(fast(run_records(logged, config="checkpoint: {every: 30}")), grade, says)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("9" * 5000, 0), ("1,024", 1024), ("", 0)]
+)
+def test_a_fact_that_is_no_number_of_a_run_is_unknown(text, number):
+    assert run_records(rows(FALLING), vocabulary=text).number("vocabulary") == number
