@@ -192,10 +192,10 @@ def model_card(model: "SavedModel", formats: str, reader: str) -> str:
         weights = path_of(c.init_from).name
         origin += f"- It began with the weights of {code_span(weights)}.\n"
     if model.forked is not None:
-        source, step = path_of(model.forked["run"]).name, model.forked["step"]
-        origin += (
-            f"- It is a fork of the run {code_span(source)} after step {step:,}.\n"
-        )
+        source = code_span(path_of(model.forked["run"]).name)
+        step = model.forked["step"]
+        origin += f"- It is a fork of the run {source} after step {step:,}.\n"
+    tokenizer = code_span(Path(model.tokenizer.name).name)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -211,7 +211,7 @@ weights in {formats}.
 tokens in all.
 {origin}\
 - Precision of the training: {precisions}; optimizer {code_span(c.optimizer.name)}.
-- Tokenizer: {code_span(Path(model.tokenizer.name).name)}, {model.tokenizer.vocab_size:,} ids.
+- Tokenizer: {tokenizer}, {model.tokenizer.vocab_size:,} ids.
 
 ```python
 from transformers import AutoModelForCausalLM, {reader}
