@@ -28,7 +28,9 @@ from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
 from trainer.text import python_command, redact
 
 QUEUE_SIZE = 1000  # calls that wait for W&B
-RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# As W&B makes them. A run directory may be a stranger's, who could name a run that the
+# user named.
+RUN_ID = re.compile(r"[a-z0-9]{8}")
 ENQUEUE_SECONDS = 10.0  # if the queue is full for longer, W&B hangs
 FINISH_SECONDS = 60
 
@@ -270,7 +272,7 @@ def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -
 
     A file stores it too, for a run that is killed before its first checkpoint. A fork
     ignores the file, which may belong to another attempt, and gets a new id, because
-    W&B accepts each step only once.
+    W&B accepts each step only once. So does an id that W&B would not make.
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)
@@ -278,7 +280,7 @@ def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -
     # A link could make a secret file's content the id, which is public.
     if not chosen_id and not is_fork and file.is_file() and not file.is_symlink():
         chosen_id = read_file(file).decode(errors="replace")
-    if not RUN_ID.fullmatch(chosen_id):  # W&B uses it in a path
+    if not RUN_ID.fullmatch(chosen_id):
         chosen_id = uuid.uuid4().hex[:8]
     write_atomically(file, chosen_id)
     return chosen_id

@@ -210,6 +210,14 @@ def test_a_fork_does_not_go_on_in_the_wandb_run_of_an_earlier_attempt(tmp_path):
     assert choose_run_id(tmp_path, fork) == fork  # its checkpoint's
 
 
+@pytest.mark.parametrize("run_id", ["myBestRun1", "../a1b2c3", "baseline", "a1b2c3d4 "])
+def test_an_id_that_wandb_does_not_make_is_not_taken_from_a_run(tmp_path, run_id):
+    is_made = run_id == "baseline"  # eight letters, as W&B's ids
+    assert (choose_run_id(tmp_path, run_id) == run_id) == is_made
+    (tmp_path / "wandb" / "run_id").write_text(run_id)
+    assert (choose_run_id(tmp_path, None) == run_id) == is_made
+
+
 @pytest.mark.parametrize(
     ("content", "has"),
     [
