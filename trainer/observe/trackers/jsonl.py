@@ -60,7 +60,7 @@ class Digest(NamedTuple):
         # bool is an int, but not a count
         if type(size) is not int or type(rows) is not int:
             return None
-        if not isinstance(content_hash, int | str):
+        if type(content_hash) is not int and not isinstance(content_hash, str):
             return None
         return cls(size, rows, content_hash)
 
