@@ -31,6 +31,8 @@ from trainer.tasks.intervals import half_width
 from trainer.text import note
 from trainer.workload import TrainTask, Workload, jitted_eval_step
 
+MICRO_BATCH = 1 << 16  # tokens at once on the one device of an evaluation
+
 
 class EvalBatches(NamedTuple):
     """The batches of an evaluation.
@@ -156,8 +158,10 @@ def evaluate(
 ) -> Iterator[PrecisionResult]:
     """Yield the result of the run's own precision, then those of the others.
 
-    Each batch has `accum` micro-batches.
+    Each batch has `accum` micro-batches, or more if these are too large.
     """
+    rows, tokens = batches.batch(0).tokens.shape
+    accum = micro_batches(rows, tokens, accum)
     reference = batch_losses(task, state, batches, accum)
     yield result_of(batches, AS_TRAINED, reference, reference)
     for name, other in others.items():
@@ -171,6 +175,23 @@ def in_policy(state: TrainState, policy: Policy) -> TrainState:
     """Return a state whose weights are rounded to another precision's format."""
     params = store_weights(weights.wide(state.params), policy)
     return replace(state, params=params, scaling=())
+
+
+def micro_batches(rows: int, tokens: int, accum: int) -> int:
+    """Return the number of micro-batches for a batch of `rows` with `tokens` each: the
+    least multiple of `accum` whose micro-batches have at most `MICRO_BATCH` tokens, or
+    a row each.
+
+    A run trains on several devices, but one evaluates it; and `train.batch_tokens` of a
+    run may be a stranger's.
+    """
+    per_step = rows // accum
+    divisors = {n for n in range(1, math.isqrt(per_step) + 1) if per_step % n == 0}
+    divisors |= {per_step // n for n in divisors}
+    for factor in sorted(divisors):
+        if per_step // factor * tokens <= MICRO_BATCH:
+            return accum * factor
+    return rows
 
 
 def batch_losses(
