@@ -64,7 +64,7 @@ def test_names_in_a_run_put_no_markup_into_the_model_card():
         config=c,
         precisions=[evil, "fp32"],
         step=3,
-        tokens=96,
+        trained_tokens=96,
         forked={"run": evil, "step": 1},
     )
     card = model_card(model, "fp32", "AutoTokenizer")
