@@ -209,6 +209,16 @@ def test_the_largest_magnitude_is_in_the_upper_octave_and_never_saturates(fmt):
         assert_allclose(np.asarray(stored), x, rtol=fmt.epsilon / 2 + 2**-22)
 
 
+@pytest.mark.parametrize("formats", [HALF, FP8], ids=["fp16", "fp8"])
+def test_a_rejected_update_leaves_the_state_as_it_was(formats):
+    """Its data and its scales: new scales would multiply the old moments."""
+    tx = scaled_state(optax.scale_by_adam(), **formats, seed=0)
+    state, _ = run(tx, gradients(0), 3)
+    larger = jax.tree.map(lambda x: 1000 * x, gradients(1))
+    _, rejected = jax.jit(tx.update)(larger, state, accept=jnp.bool_(False))
+    jax.tree.map(np.testing.assert_array_equal, rejected, state)
+
+
 def test_a_tensor_of_zeros_or_nan_keeps_its_scale():
     tx = traced(FP16)
     state, _ = run(tx, jnp.array([3.0, 4.0]), 1)
