@@ -3,6 +3,7 @@
 With propagated scales a program says itself where a scale is measured, set or moved,
 and in which format a value or its gradient is stored. Measured scales, the default of
 `scalify`, need none of it: there, and in plain JAX, changes of scale are the identity.
+Only `set_scaling` chooses the scale that a result is stored at there, too.
 """
 
 from scalify_core.interpreter.registry import composite_rule

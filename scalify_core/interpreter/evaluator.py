@@ -138,9 +138,6 @@ class Evaluator:
         return list(map(_as_result, out))
 
 
-evaluate = Evaluator(measures=False)
-
-
 def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     """Return whether an equation neither reads nor stores a scaled value."""
     return Value not in map(type, operands) and not registry.casts_to_narrow(

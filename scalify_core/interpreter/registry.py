@@ -405,7 +405,6 @@ _FOLDED: dict[str, Callable] = {
             "reshape",
             "squeeze",
             "copy",
-            "copy_p",
             "pvary",
         ),
         _same,

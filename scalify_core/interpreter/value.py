@@ -96,7 +96,7 @@ class Value:
             `scales.Multiple`.
         pre_rescale: `PreRescale`; None: the value was not rescaled.
         copies: where scales are measured, the copies that products read, by format and
-            granularity.
+            granularity. It is filled in place, while the products are evaluated.
     """
 
     data: Any

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalify_core.numerics.compiler_hints import barrier
 from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
@@ -123,9 +124,11 @@ def ratio(a: Any, b: Any) -> Any:
         quotient if by == 1.0 else lax.mul(quotient, np.float32(by)),
         np.float32(MAX_SCALE),
     )
-    if isinstance(a, np.generic):
-        return quotient
     # Data at the scale of zeros may be infinite: times 0 it would be NaN.
+    if isinstance(a, np.generic):
+        if a >= LEAST_NONZERO_SCALE:
+            return quotient
+        return lax.max(quotient, np.float32(MIN_SCALE))
     zeros = lax.lt(a, np.float32(LEAST_NONZERO_SCALE))
     return lax.max(
         quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0))
@@ -265,10 +268,10 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             and math.isfinite(factor)
             and not MIN_SCALE <= abs(factor) <= MAX_SCALE
         ):
-            # The factor is too large or small for one FP32 number.
-            # In two steps, each within FP32.
+            # The factor is too large or small for one FP32 number. So there are two,
+            # which a compiler would multiply with each other.
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
-            return times(times(as_float32(x), step), factor / step)
+            return times(barrier(times(as_float32(x), step)), factor / step)
         in_format = (
             x.dtype.itemsize == 2
             and 2.0**-14 <= abs(factor) <= 1

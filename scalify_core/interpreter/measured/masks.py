@@ -31,7 +31,7 @@ _KEEP = MOVES | {
     "scatter-max", "scatter-min", "convert_element_type", "reduce_precision", "add",
     "add_any", "sub", "reduce_max", "reduce_min", "reduce_sum", "cummax", "cummin",
     "cumsum", "cumlogsumexp", "reduce_window_max", "reduce_window_min",
-    "reduce_window_sum", "real", "round", "floor", "ceil", "roll", "pvary", "psum",
+    "reduce_window_sum", "real", "round", "floor", "ceil", "pvary", "psum",
     "psum_invariant", "pmax", "pmin", "pbroadcast", "preduced", "reduce_scatter",
     "all_gather", "all_gather_invariant", "ppermute", "all_to_all", "device_put",
     "optimization_barrier", "layout_constraint", "stage", "tie",

@@ -275,12 +275,12 @@ def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
 MOVES = frozenset(
     {
         "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice",
-        "dynamic_slice", "gather", "split", "copy", "copy_p", "stop_gradient", "name",
-        "sharding_constraint", "reshard", "expand_dims", "unstack", "tile", "neg",
+        "dynamic_slice", "gather", "split", "copy", "stop_gradient", "name",
+        "sharding_constraint", "reshard", "unstack", "tile", "neg",
     }
 )  # fmt: skip
 KEEP_AXES = frozenset(
-    {"copy", "copy_p", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"}
+    {"copy", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"}
 )
 # A reader of the entire result reads the entire operand.
 _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}

@@ -11,7 +11,7 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 
 structural(
-    "broadcast_in_dim", "copy_p", "device_put", "dynamic_slice", "layout_constraint",
+    "broadcast_in_dim", "device_put", "dynamic_slice", "layout_constraint",
     "name", "optimization_barrier", "reshape", "reshard", "rev", "sharding_constraint",
     "slice", "sort", "split", "squeeze", "stage", "tie", "tile", "top_k", "transpose",
     "unstack",
@@ -23,9 +23,6 @@ def _join(eqn: Any, *operands: Any) -> Value:
     operands = tuple(map(v.scalar_scale, operands))
     data, scale, rms, dtype = common(*operands)
     return v.value(bind(eqn, *data), scale, rms, dtype)
-
-
-# Scatter-add accumulates in FP32.
 
 
 @rule("gather")

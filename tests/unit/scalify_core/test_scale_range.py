@@ -151,3 +151,23 @@ def test_a_sum_beyond_the_largest_scale_saturates():
     out = jax.jit(scalify(lambda a, b: 8 * a + 8 * b))(ones, ones)
     assert np.isfinite(out.scale)
     assert (out.data > 0).all()
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_zeros_and_numbers_are_rescaled_over_more_than_the_range_of_scales(run):
+    """XLA multiplied the two factors with each other, to infinity or zero."""
+    to_small = run(lambda x: x.rescale(2.0**-80))
+    assert_array_equal(to_small(ScaledArray(np.zeros(4, np.float16), 2.0**80)).data, 0)
+    tiny = ScaledArray(np.full(4, 2.0**-120, np.float32), 2.0**100)
+    assert_array_equal(run(lambda x: x.rescale(2.0**-30))(tiny).data, 2.0**10)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("exponent", [-30, 0, 30])
+def test_an_infinite_constant_beside_a_run_time_scale_stays_infinite(run, exponent):
+    x = ScaledArray(A.astype(np.float16), F32(2.0**exponent))
+    for fun, expected in ((jnp.add, np.inf), (jnp.subtract, -np.inf)):
+        out = run(
+            scalify(lambda x, fun=fun: fun(x, np.full((4, 8), np.inf, np.float32)))
+        )(x)
+        assert_array_equal(asarray(out), expected)
