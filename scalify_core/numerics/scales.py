@@ -126,7 +126,7 @@ def ratio(a: Any, b: Any) -> Any:
     )
     # Data at the scale of zeros may be infinite: times 0 it would be NaN.
     if isinstance(a, np.generic):
-        if a >= LEAST_NONZERO_SCALE:
+        if float(a) >= LEAST_NONZERO_SCALE:
             return quotient
         return lax.max(quotient, np.float32(MIN_SCALE))
     zeros = lax.lt(a, np.float32(LEAST_NONZERO_SCALE))
