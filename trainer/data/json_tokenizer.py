@@ -203,13 +203,27 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
         )
     refuse_growth_and_slow_patterns(path, tree)
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(tree))
+        library = tokenizers.Tokenizer.from_str(json.dumps(tree))
     except Exception as error:  # the library raises this class only
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{path}: {reason}; valid: a {TOKENIZER_JSON} that Hugging Face's"
             " `tokenizers` reads"
         ) from None
+    for word in tree.get("added_tokens") or ():
+        text = word["content"]
+        is_plain = word.get("normalized") and not word.get("special")
+        # The library finds such a word everywhere, without an end.
+        if (
+            is_plain
+            and library.normalizer
+            and not library.normalizer.normalize_str(text)
+        ):
+            raise UserError(
+                f"{path}: its normalizer leaves nothing of the added word {text!r}; set"
+                ' "normalized" of the word to false, or remove it'
+            )
+    return library
 
 
 def has_unknown(model: dict[str, Any]) -> bool:

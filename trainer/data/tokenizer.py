@@ -184,14 +184,31 @@ class BPETokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
-            return self.encoding.encode_ordinary(text)
+        return self.encode_array(text).tolist()
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
-        # By default, tiktoken raises an error for the text of a special token.
-        with well_formed(f"tokenizer {self.name}", COPY_AGAIN):
+        try:
+            # By default, tiktoken raises an error for the text of a special token.
             return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:
+            if self.pattern not in KNOWN_PATTERNS:
+                raise UserError(
+                    f"tokenizer {self.name}: tiktoken cannot split the text that begins"
+                    f" with {text[:40]!r} ({error}); cut it, or leave it out"
+                ) from error
+        # Its regular expressions end at a million spaces in a row.
+        return self._in_hf.encode_array(text)
+
+    @functools.cached_property
+    def _in_hf(self) -> JSONTokenizer:
+        """The same tokenizer in Hugging Face's library, which is slower."""
+        from trainer.data.hf_tokenizer import to_tokenizer_json
+
+        tree = to_tokenizer_json(self)
+        library = parse_tokenizer(Path(self.name), tree)
+        end = next(t for t, i in self.special_tokens.items() if i == self.eot)
+        return JSONTokenizer(self.name, tree, library, end)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""

@@ -231,4 +231,4 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
         raise UserError(
             f"{QUANTIZATION}: config_groups have different blocks; {SUPPORTED}"
         )
-    return blocks.pop()
+    return blocks.pop() if blocks else None  # only the cache is quantized

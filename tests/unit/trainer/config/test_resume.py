@@ -27,6 +27,7 @@ from trainer.config.resume import (
     DATA_CACHE,
     CommandLine,
     default_cache,
+    overlaps,
 )
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -73,6 +74,22 @@ def test_a_run_goes_on_with_its_own_settings_but_those_given_anew(saved):
     overrides = ["resume=old", "train.steps=80"]
     assert compose_config(overrides) == expected
     assert compose_config([*overrides, "run_dir=./old"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "expected"),
+    [
+        ("precision.weights", "precision.weights", True),
+        ("precision", "precision.weights", True),
+        ("precision.weights", "precision", True),
+        ("precision.weights", "precision.weights_rounding", False),
+        ("data.sources", "data.source", False),
+    ],
+)
+def test_a_key_overlaps_with_itself_and_its_groups_not_with_longer_names(
+    key, other, expected
+):
+    assert overlaps(key, other) == expected
 
 
 def test_the_printed_configuration_has_the_saved_settings(saved, capsys):

@@ -317,3 +317,11 @@ def test_a_file_that_is_too_large_for_a_tokenizer_is_not_read(tmp_path, monkeypa
     write(tmp_path, {"tokenizer.json": '{"model": {}}'})
     with pytest.raises(UserError, match=r"tokenizer\.json has more than 10 bytes"):
         get_tokenizer(str(tmp_path))
+
+
+def test_a_million_spaces_are_encoded(gpt2):
+    """The regular expressions of tiktoken end there."""
+    text = "table:" + " " * 1_000_002 + "end <|endoftext|>"
+    ids = gpt2.encode_array(text)
+    assert gpt2.decode(ids) == text
+    assert ids.tolist()[-7:] == gpt2.encode("  end <|endoftext|>")[-7:]

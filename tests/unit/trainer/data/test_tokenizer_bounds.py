@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import json
 import random
 import time
 
@@ -193,3 +194,20 @@ def test_the_merges_of_a_token_are_found_without_a_look_at_all_pairs_each_time()
     ranks[token] = len(ranks)
     assert len(merges_of(ranks)) == 9
     assert ranks.looks < 10 * size
+
+
+def test_a_word_of_which_the_normalizer_leaves_nothing_is_refused(tmp_path):
+    """The library found it everywhere, and took all memory."""
+    word = {"id": 2, "content": "\u00ad", "special": False, "normalized": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    saved(
+        tmp_path,
+        models.WordLevel({"<|endoftext|>": 0, "a": 1}, "a"),
+        normalizer=normalizers.Replace("\u00ad", ""),
+    )
+    file = tmp_path / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["added_tokens"].append(word | flags)
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match="leaves nothing of the added word"):
+        get_tokenizer(str(tmp_path))

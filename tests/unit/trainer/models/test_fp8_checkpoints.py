@@ -62,6 +62,13 @@ def test_weights_are_their_numbers_times_their_scales(settings, suffix, scale, f
         assert wide[i, j] == numbers[i, j] * np.float32(factors[i // 16, j // 8])
 
 
+def test_weights_beside_a_quantized_cache_are_as_they_are():
+    settings = {"quant_method": "compressed-tensors", "config_groups": {}}
+    tensors = {f"{NAME}weight": np.ones(SHAPE), f"{NAME}k_scale": np.ones(1)}
+    fp8 = Fp8ScaleLayout.from_config({"quantization_config": settings})
+    assert fp8 is None or fp8.widen(Path("model"), tensors).keys() <= tensors.keys()
+
+
 def test_each_row_may_have_a_scale():
     scale = 1 + np.arange(24, dtype=np.float32)[:, None]
     wide, numbers = widened(compressed(), "weight_scale", scale)
