@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.cli.arguments import STEP_HELP, argument, check_at_least
 from trainer.errors import UserError
-from trainer.files import path_of
+from trainer.files import path_of, read_file
 from trainer.text import note, show
 
 
@@ -50,14 +50,14 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     else:
         file = path_of(args.prompts)
         try:
-            # `splitlines` would split at form feeds too.
-            lines = file.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+            text = read_file(file).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"prompts={args.prompts} cannot be read ({error}); give a text file, a"
                 " prompt a line"
             ) from None
-        yield from lines
+        # `splitlines` would split at form feeds too.
+        yield from text.removesuffix("\n").split("\n")
 
 
 def typed_lines() -> Iterator[str]:

@@ -8,6 +8,7 @@ alone, so an interruption does not change a byte of the result.
 """
 
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -314,10 +315,14 @@ def run(
     finish(job)
 
 
+SEARCHED = 1 << 16  # characters that are searched for special tokens
+
+
 def note_special_tokens(
     batches: Iterator[TextBatch], tokenizer: Tokenizer
 ) -> Iterator[TextBatch]:
-    """Yield batches, and print which special tokens the first batch spells.
+    """Yield batches, and print which special tokens the first batch spells, as far as
+    it is searched.
 
     Other trainers encode such text as special tokens, which end a document or a turn of
     a chat.
@@ -326,15 +331,20 @@ def note_special_tokens(
     names = {*tokenizer.special_tokens, COMMON_END} - {"", "\0"}
     for number, batch in enumerate(batches):
         if number == 0:
+            # A tokenizer may have as many names as the text has words.
+            ends = itertools.accumulate(map(len, batch.texts), initial=0)
+            texts = [
+                text[: max(0, SEARCHED - start)]
+                for text, start in zip(batch.texts, ends, strict=False)
+            ]
             counts = {
-                name: sum(text.count(name) for text in batch.texts)
-                for name in sorted(names)
+                name: sum(text.count(name) for text in texts) for name in sorted(names)
             }
             listed = ", ".join(
                 f"{name!r} ({count:,} times)" for name, count in counts.items() if count
             )
             if listed:
-                chars = sum(map(len, batch.texts))
+                chars = sum(map(len, texts))
                 note(
                     f"the first {chars:,} characters contain {listed}, encoded as"
                     " ordinary characters: text never becomes a special token; to"

@@ -170,6 +170,13 @@ class RunDir:
                 f"run_dir={path} is in use by {holder}; stop it, or choose another"
                 " run_dir"
             ) from None
+        if os.fstat(self._lock).st_nlink > 1:
+            self.release()
+            raise UserError(
+                f"run_dir={path} has a .lock with a further name (a hard link, as"
+                " `cp -al` makes), which would be changed too; remove it if nothing"
+                " trains there"
+            )
         last_holder = self._holder()
         if last_holder and not last_holder.startswith(HOLDER):
             self.release()

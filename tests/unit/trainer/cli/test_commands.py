@@ -2,6 +2,7 @@
 
 import glob
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from jax.errors import JaxRuntimeError
 from trainer.__main__ import COMMANDS, command
 from trainer.cli.arguments import without_dashes
 from trainer.cli.evaluate import harness_command
+from trainer.cli.generate import Arguments as Prompts
+from trainer.cli.generate import prompts_of
 from trainer.cli.train import HydraJob, check_same_text, validation_loss
 from trainer.errors import UserError, run_and_flush
 
@@ -177,3 +180,13 @@ def test_the_harness_is_named_our_files_and_no_folder_of_a_run(tmp_path):
     assert arguments[-1] == ",".join(names)
     # The harness would take the parts of such a name for files of its own.
     assert "--tasks" not in harness_command([Path("x,evil.yaml/tasks/last_word.yaml")])
+
+
+def test_prompts_of_a_pipe_or_of_holes_are_refused(tmp_path):
+    """A pipe was waited for, and three gigabytes of holes took seventeen."""
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(3 << 30)
+    for name in ("pipe", "holes"):
+        with pytest.raises(UserError):
+            list(prompts_of(Prompts("run", prompts=str(tmp_path / name))))

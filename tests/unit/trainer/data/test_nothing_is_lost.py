@@ -1,6 +1,7 @@
 """No text ends another or loses a character without a word, whatever the tokenizer."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from corpora import documents_of, prepared, rows, write
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
 from trainer.data.json_tokenizer import NoToken
+from trainer.data.preparation import SEARCHED, note_special_tokens
 from trainer.data.tokenizer import changed_characters
 from trainer.errors import UserError
 
@@ -104,6 +106,17 @@ def test_special_tokens_that_a_text_spells_are_said(tmp_path, capsys, kind):
     prepared(TextSource((str(tmp_path / "chat.jsonl"),)), tmp_path / "cache", name)
     line = f" characters contain {counts}, encoded as ordinary characters"
     assert capsys.readouterr().err.count(line) == 1
+
+
+def test_special_tokens_are_looked_for_in_the_first_of_a_text_only(capsys):
+    """A tokenizer of 50,000 of them took minutes for each megabyte."""
+    tokenizer = SimpleNamespace(special_tokens={END: 0})
+    contain = f"the first {SEARCHED:,} characters contain"
+    for early, expected in (("", 0), (END, 1)):
+        texts = [early + "a" * 40_000, "b" * SEARCHED + END]
+        batch = SimpleNamespace(texts=texts)
+        assert list(note_special_tokens(iter([batch]), tokenizer)) == [batch]
+        assert capsys.readouterr().err.count(contain) == expected
 
 
 def test_characters_that_a_tokenizer_changes_are_said_once(tmp_path, capsys):

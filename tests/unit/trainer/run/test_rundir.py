@@ -216,6 +216,17 @@ def test_a_killed_trainer_leaves_the_directory_free_although_a_child_of_it_lives
     process.communicate(timeout=30)
 
 
+def test_a_lock_that_is_another_file_too_is_refused(tmp_path):
+    """The process's name was written over the other file."""
+    notes = tmp_path / "notes"
+    notes.write_text("process notes of a thesis")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").hardlink_to(notes)
+    with pytest.raises(UserError, match=r"has a \.lock with a further name"):
+        RunDir(tmp_path / "run")
+    assert notes.read_text() == "process notes of a thesis"
+
+
 def test_a_lock_that_is_removed_while_it_is_taken_does_not_count(tmp_path, monkeypatch):
     flock = fcntl.flock
 
