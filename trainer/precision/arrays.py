@@ -94,8 +94,8 @@ def wide_blocks(policy: Policy, paths: Collection[str]) -> tuple[str, ...]:
     if policy.wide_ends is None:
         return ()
     key = f"precision.wide_ends={list(policy.wide_ends)}"
-    found = (re.match(r"[^.]+\.(\d+|\*)\.", path) for path in paths)
-    blocks = list(dict.fromkeys(match[0] for match in found if match))
+    matches = (re.match(r"[^.]+\.(\d+|\*)\.", path) for path in paths)
+    blocks = list(dict.fromkeys(match[0] for match in matches if match))
     if any("*" in block for block in blocks):
         raise UserError(
             f"{key} needs blocks that are not scanned: set model.scan_layers=false, or"

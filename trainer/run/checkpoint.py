@@ -529,14 +529,14 @@ class Checkpointer:
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
                 for name, x in placed.items()
             }
-            found = checksums([arrays[name] for name in names])
+            computed = checksums([arrays[name] for name in names])
         except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
             raise  # no damage: too little memory, or a missing package
         except Exception as error:  # a damaged file can raise anything
             raise DamagedCheckpointError(
                 f"state unreadable: {type(error).__name__}"
             ) from error
-        for name, checksum in zip(names, found, strict=True):
+        for name, checksum in zip(names, computed, strict=True):
             if checksum != saved[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):
