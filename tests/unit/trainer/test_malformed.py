@@ -378,7 +378,9 @@ def test_a_word_pattern_that_the_library_gives_up_is_one_line(tmp_path):
     path = write_tiktoken(tmp_path / "a.tiktoken", r"\w*\w*\w*(?!a)(?=z)|.")
     tokenizer = get_tokenizer(str(path))
     for encode in (tokenizer.encode, tokenizer.encode_array):
-        with pytest.raises(UserError, match=r"a.tiktoken: tiktoken cannot split the text"):
+        with pytest.raises(
+            UserError, match=r"a.tiktoken: tiktoken cannot split the text"
+        ):
             encode("a" * 2000)
 
 
