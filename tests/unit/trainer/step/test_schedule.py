@@ -39,6 +39,12 @@ def test_wsd_is_stable_until_its_decay():
     np.testing.assert_allclose(rates[900], 0.5, rtol=1e-5)
 
 
+def test_wsd_that_decays_from_its_start_is_linear():
+    whole = rates_of("wsd", 50, warmup_fraction=0.0, decay_fraction=1.0)
+    linear = rates_of("linear", 50, warmup_fraction=0.0)
+    np.testing.assert_array_equal(whole, linear)
+
+
 def test_an_unknown_schedule_lists_the_valid_ones():
     with pytest.raises(UserError, match=r"schedule\.name=x is not .* wsd"):
         compose_config(["schedule.name=x"])
