@@ -191,6 +191,10 @@ class BPETokenizer:
         try:
             # By default, tiktoken raises an error for the text of a special token.
             return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            # Half of a character, as a byte of a command line that is not UTF-8.
+            halves = text.encode("utf-16", "surrogatepass")
+            return self.encode_array(halves.decode("utf-16", "replace"))
         except ValueError as error:
             if self.pattern not in KNOWN_PATTERNS:
                 raise UserError(

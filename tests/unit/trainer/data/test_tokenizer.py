@@ -325,3 +325,8 @@ def test_a_million_spaces_are_encoded(gpt2):
     ids = gpt2.encode_array(text)
     assert gpt2.decode(ids) == text
     assert ids.tolist()[-7:] == gpt2.encode("  end <|endoftext|>")[-7:]
+
+
+def test_half_of_a_character_is_encoded_as_unknown(gpt2):
+    for encode in (gpt2.encode, gpt2.encode_array):
+        assert list(encode("a\udcff b")) == gpt2.encode("a\ufffd b")
