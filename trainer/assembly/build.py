@@ -44,7 +44,7 @@ from trainer.run.metadata import Totals
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
-from trainer.step.schedule import learning_rates
+from trainer.step.schedule import LearningRates, learning_rates
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens
 from trainer.step.xla_flags import KernelChoice, check_deterministic
@@ -309,20 +309,30 @@ def build_state(
     return first_state(w.task, w.seed, load)
 
 
-def build_learning_rates(c: schema.Config) -> np.ndarray:
-    """Return the learning rate of every step, FP32 [train.steps].
+def build_learning_rates(c: schema.Config) -> LearningRates:
+    """Return the learning rates of a run.
 
-    Each phase has its schedule over its own steps.
+    Each phase has its schedule over its own steps. The last phase's goes on.
     """
-    rates = [
-        learning_rates(
-            steps=until - start,
-            peak=config.optimizer.lr,
-            **dataclasses.asdict(config.schedule),
-        )
-        for start, until, config in phases_of(c)
-    ]
-    return np.concatenate(rates)
+    phases = phases_of(c)
+    ends = [phase.until for phase in phases[:-1]]
+
+    def rates_of(step: np.ndarray) -> np.ndarray:
+        rates = [
+            learning_rates(
+                step=part - start,
+                steps=until - start,
+                peak=config.optimizer.lr,
+                **dataclasses.asdict(config.schedule),
+            )
+            for part, (start, until, config) in zip(
+                np.split(step, np.searchsorted(step, ends)), phases, strict=True
+            )
+            if part.size
+        ]
+        return np.concatenate(rates)
+
+    return LearningRates(rates_of, c.train.steps)
 
 
 def affects_learning_rates(key: str) -> bool:

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from trainer.assembly.build import affects_learning_rates, build_learning_rates
 from trainer.config import schema
@@ -23,6 +22,7 @@ from trainer.run.checkpoint import Restored
 from trainer.run.libraries import numeric_settings
 from trainer.run.metadata import saved_config
 from trainer.run.phases import Phases, TrainingPhase
+from trainer.step.schedule import LearningRates
 from trainer.version import __version__
 from trainer.workload import Workload
 
@@ -102,18 +102,14 @@ class ScheduleChange(NamedTuple):
       keys: the keys that changed, in words.
       old_rates: the saved learning rate of every step.
       new_rates: that of every step of the run from here on.
+      is_past: whether the steps taken have other rates now.
     """
 
     step: int
     keys: str
-    old_rates: np.ndarray
-    new_rates: np.ndarray
-
-    @property
-    def is_past(self) -> bool:
-        """Whether the schedule now has other rates for the steps taken."""
-        rates = self.old_rates[: self.step], self.new_rates[: self.step]
-        return not np.array_equal(*rates)
+    old_rates: LearningRates
+    new_rates: LearningRates
+    is_past: bool
 
     def __str__(self) -> str:
         return f"after step {self.step:,} ({self.keys})"
@@ -129,12 +125,10 @@ def with_schedule_change(
     if not step:
         return checkpoint, None
     saved = saved_config(checkpoint.meta)
-    change = ScheduleChange(
-        step,
-        changed_schedule_keys(saved, c),
-        build_learning_rates(saved),
-        build_learning_rates(c),
-    )
+    keys = changed_schedule_keys(saved, c)
+    old_rates, new_rates = build_learning_rates(saved), build_learning_rates(c)
+    is_past = bool(keys) and not new_rates.begins_like(old_rates, step)
+    change = ScheduleChange(step, keys, old_rates, new_rates, is_past)
     changes = list(checkpoint.meta.get("schedule_changes") or ())
     if change.is_past and not checkpoint.is_fork:
         changes.append(str(change))

@@ -70,10 +70,7 @@ def _check_steps(c: Config) -> None:
             f" {max(1, round(c.train.batch_tokens / tokens)) * tokens}"
         )
     if c.train.steps > MAX_STEPS:
-        raise UserError(
-            f"train.steps={c.train.steps}; valid: at most {MAX_STEPS}, because the"
-            " rates of all steps are stored"
-        )
+        raise UserError(f"train.steps={c.train.steps}; valid: at most {MAX_STEPS}")
     if c.train.final_eval_batches < c.train.eval_batches:
         raise UserError(
             f"train.final_eval_batches={c.train.final_eval_batches} is less than"

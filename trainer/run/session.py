@@ -16,6 +16,7 @@ from trainer.run.checkpoint import Checkpointer
 from trainer.run.metadata import Totals
 from trainer.run.shutdown import Timeouts
 from trainer.run.watchdog import Watchdog
+from trainer.step.schedule import LearningRates
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, StepInputs, Tokens
 
@@ -58,7 +59,7 @@ class StepPlan(NamedTuple):
     Attributes:
       steps: number of steps of the whole run.
       phase_end: number of steps taken when the phase ends.
-      learning_rates: that of every step of the run, FP32 [steps].
+      learning_rates: that of every step of the run.
       seed: the run's.
       log_every: steps between two logged rows; a row with metrics of callbacks is
         always logged.
@@ -67,7 +68,7 @@ class StepPlan(NamedTuple):
 
     steps: int
     phase_end: int
-    learning_rates: np.ndarray
+    learning_rates: LearningRates
     seed: np.uint32
     log_every: int
     profile: tuple[int, int] | None

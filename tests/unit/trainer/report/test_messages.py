@@ -1,6 +1,8 @@
 """Messages about a run: changes of its schedule and batches, and the data that it
 reads."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,24 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.report.messages import describe_schedule_change
 from trainer.run.checkpoint import Restored
+from trainer.step.schedule import BLOCK, LearningRates
+
+
+def rates(*values):
+    table = np.float32(values)
+    return LearningRates(lambda i: table[np.minimum(i, len(table) - 1)], len(table))
 
 
 def test_a_changed_schedule_is_told_by_its_learning_rates():
-    old, new = np.float32([4, 3, 2, 1]), np.float32([4, 3.5, 3, 2.5, 2, 1.5, 1])
+    old, new = rates(4, 3, 2, 1), rates(4, 3.5, 3, 2.5, 2, 1.5, 1)
     (line,) = describe_schedule_change(4, old, new, "train.steps=7, was 4")
     assert "train.steps=7, was 4)" in line
     assert "from 1.00e+00 in step 4 to 2.00e+00 in step 5" in line
     # only the warm-up, which is over, was another
-    old, new = np.float32([1, 2, 2, 2, 2]), np.float32([2, 2, 2, 2])
+    old, new = rates(1, 2, 2, 2, 2), rates(2, 2, 2, 2)
     assert describe_schedule_change(3, old, new, "") == []
     # it ends here
-    assert describe_schedule_change(4, old, np.float32([4, 3, 2, 1]), "") == []
+    assert describe_schedule_change(4, old, rates(4, 3, 2, 1), "") == []
 
 
 @pytest.mark.parametrize(
@@ -44,3 +52,30 @@ def test_another_batch_size_says_which_data_come_next(tokens, says):
     (line,) = describe_change(new, *with_schedule_change(new, checkpoint))
     assert says in line
     assert describe_change(old, *with_schedule_change(old, checkpoint)) == []
+
+
+def resumed(old, new, step):
+    checkpoint = Restored(step, None, {"config": to_tree(compose_config(old))})
+    return with_schedule_change(compose_config(new), checkpoint)[1]
+
+
+def test_a_configuration_of_very_many_steps_takes_no_memory_for_them():
+    tracemalloc.start()
+    try:
+        change = resumed(["train.steps=100000000"], ["train.steps=90000000"], 30)
+        assert change.is_past  # by its warm-up
+        assert change.new_rates[89_999_999] > 0
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # bytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_schedule_is_another_where_one_step_taken_has_another_rate():
+    keys = ["schedule.warmup_fraction=0", "schedule=wsd", "optimizer.lr=1e-3"]
+    steps = 4 * BLOCK
+    old = [*keys, f"train.steps={steps}", "schedule.decay_fraction=0.5"]
+    new = [*keys, f"train.steps={2 * steps}", "schedule.decay_fraction=0.5"]
+    # The decay begins after 2 blocks; its first rate is the peak.
+    assert not resumed(old, new, steps // 2 + 1).is_past
+    assert resumed(old, new, steps // 2 + 2).is_past
+    assert resumed(old, new, steps + 1).is_past  # more than the saved steps

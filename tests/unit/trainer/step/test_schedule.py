@@ -12,7 +12,8 @@ EPS = float(np.finfo(np.float32).eps)
 
 def rates_of(name, steps, **shape):
     usual = {"peak": 1.0, "warmup_fraction": 0.1, "min_ratio": 0.1}
-    return learning_rates(name, steps=steps, **usual | {"decay_fraction": 0.2} | shape)
+    usual |= {"steps": steps, "decay_fraction": 0.2}
+    return learning_rates(name, np.arange(steps), **usual | shape)
 
 
 @pytest.mark.parametrize(
