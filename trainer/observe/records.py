@@ -115,8 +115,9 @@ def cut_rows(
     Args:
       path: the log; its rows may be out of order or duplicated.
       start: the last step that stays.
-      size: the log's size in bytes when step `start` was saved. Rows of metrics beyond
-        it are dropped; events stay.
+      size: the log's size in bytes when step `start` was saved. What is beyond it is
+        dropped: the checkpoint's digest does not cover it, so anybody may have added
+        it.
       redo_row: drop the metrics row of step `start`, and everything behind it, too.
 
     Returns:
@@ -133,7 +134,7 @@ def cut_rows(
         is_event = "event" in row
         if redo_row and step == start and not is_event:
             break
-        if step > start or (not is_event and (end > size or step in logged)):
+        if step > start or end > size or (not is_event and step in logged):
             continue
         remaining.append((step, line))
         if not is_event:
