@@ -321,6 +321,11 @@ class MixedManifest(Manifest):
         """The shards of all manifests."""
         return [shard for manifest in self.manifests for shard in manifest.shards]
 
+    @property
+    def byte_counts(self) -> list[int]:
+        """The bytes of each split's text in each manifest."""
+        return [count for manifest in self.manifests for count in manifest.byte_counts]
+
 
 def shares_of(stage: MixtureStage) -> npt.NDArray[np.float64]:
     """Return the weights of a stage, divided by their sum."""

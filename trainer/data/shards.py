@@ -228,14 +228,26 @@ class Manifest:
         return [shard for split in self.splits.values() for shard in split.shards]
 
     @property
-    def content(self) -> str:
-        """A digest of all tokens. A hub data set may change while its name stays."""
-        return content_of(self.shards)
+    def byte_counts(self) -> list[int]:
+        """The bytes of each split's text."""
+        return [self.byte_count(split) for split in SPLITS]
 
     @property
-    def crc32_content(self) -> str:
-        """`content` as checkpoints of earlier versions have it, by CRC-32s alone."""
-        return content_of([dataclasses.replace(s, digest="") for s in self.shards])
+    def content(self) -> str:
+        """A digest of all tokens, and of the bytes of text that they stand for.
+
+        A hub data set may change while its name stays. Bits per byte depend on the
+        bytes, which the tokens of some tokenizers do not tell.
+        """
+        return digest([content_of(self.shards), self.byte_counts])
+
+    @property
+    def earlier_contents(self) -> tuple[str, str]:
+        """`content` as checkpoints of earlier versions have it: of the tokens alone, by
+        digests or by CRC-32s.
+        """
+        by_crc32 = [dataclasses.replace(shard, digest="") for shard in self.shards]
+        return content_of(self.shards), content_of(by_crc32)
 
     @property
     def validation_content(self) -> str:

@@ -143,13 +143,16 @@ def data_difference(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
 
     A data set of the Hub may change and keep its name, and so its fingerprint.
     Therefore the content is compared too. Checkpoints of earlier versions lack it, or
-    have it by CRC-32s alone.
+    have that of the tokens alone.
     """
     if meta["data"] != manifest.fingerprint:
         return f"trained on data {meta['data']}, this is {manifest.fingerprint}"
-    contents = (manifest.content, manifest.crc32_content)
+    contents = (manifest.content, *manifest.earlier_contents)
     if meta.get("data_content", manifest.content) not in contents:
-        return f"trained on other tokens than {manifest.directory} has now"
+        return (
+            f"trained on other tokens than {manifest.directory} has now, or on tokens"
+            " of a text of another size"
+        )
     return None
 
 

@@ -14,6 +14,7 @@ from forging import same_crc32
 
 from trainer.cli import prepare_data
 from trainer.data import Manifest, ShardLoader, TextSource, prepare, shards
+from trainer.data.mixture import MixedManifest
 from trainer.errors import UserError
 from trainer.run.compatibility import data_difference
 
@@ -145,6 +146,18 @@ def test_other_tokens_of_the_same_crc32_are_not_what_a_checkpoint_was_trained_on
     assert "trained on other tokens than" in data_difference(meta, forged)
 
 
+@pytest.mark.parametrize("make", [lambda m: m, lambda m: MixedManifest.merge({"a": m})])
+def test_the_same_tokens_of_another_number_of_bytes_are_other_data(directory, make):
+    """Bits per byte would be others, and the manifest's own digest anybody can make."""
+    manifest = Manifest.load(directory)
+    meta = {"data": make(manifest).fingerprint, "data_content": make(manifest).content}
+    change = lambda tree: tree["splits"]["val"].update(bytes=10**9)
+    rewrite(directory, change, signed=True)
+    forged = Manifest.load(directory)
+    assert forged.earlier_contents == manifest.earlier_contents
+    assert "of a text of another size" in data_difference(meta, make(forged))
+
+
 def test_data_and_checkpoints_of_before_shards_had_digests_still_agree(directory):
     new = Manifest.load(directory)
     rewrite(directory, forget_digests, signed=True)
@@ -153,10 +166,12 @@ def test_data_and_checkpoints_of_before_shards_had_digests_still_agree(directory
     content = shards.digest(
         [shard for split in shards_as_saved.values() for shard in split["shards"]]
     )
-    assert old.content == content
-    meta = {"data": new.fingerprint, "data_content": content}
-    for manifest in (old, new):
-        assert data_difference(meta, manifest) is None
+    assert content in old.earlier_contents
+    for earlier in (content, *new.earlier_contents):
+        meta = {"data": new.fingerprint, "data_content": earlier}
+        assert data_difference(meta, new) is None
+    meta["data_content"] = content
+    assert data_difference(meta, old) is None
 
 
 def test_large_data_are_read_through_again_for_another_manifest(directory, memory):
