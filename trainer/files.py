@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -26,6 +27,10 @@ MAX_BRACKETS = 2000  # of a configuration: nested ones take seconds to parse
 # Nested values of a file. Functions that call themselves for each level fail at about
 # a thousand: Python's parsers, json.dumps, copy.deepcopy.
 MAX_DEPTH = 100
+# Values of a JSON text. One takes up to 200 bytes of memory, so a text of values alone
+# takes 40 times its size. Above this number there may be one for 32 characters.
+MAX_VALUES = 1 << 22
+CHARS_PER_VALUE = 32
 MAX_INT_BITS = 4096  # of a YAML number: Python writes no number of 4,300 digits
 YAML_BYTES = 1 << 18  # a run's config.yaml has about 4 KB
 TEXT_BYTES = 1 << 26  # of a file that people read, or a picture
@@ -88,14 +93,52 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON that somebody else may have written.
 
     Raises:
-      ValueError: it is not JSON, or nested deeper than `MAX_DEPTH`.
+      ValueError: it is not JSON, nested deeper than `MAX_DEPTH`, or has too many
+        values.
     """
     try:
-        tree = json.loads(text)
+        tree = json.loads(bounded_json(text))
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
     _check_depth(tree)
     return tree
+
+
+# A string, which ends with the text if nothing else ends it, and some thousand of them
+# with the text before each.
+STRING = re.compile(r'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)
+STRINGS = re.compile(rf'(?:[^"]*+{STRING.pattern}){{1,4096}}+|[^"]++', re.DOTALL)
+
+
+def bounded_json(text: str | bytes, most: int = MAX_VALUES) -> str | bytes:
+    """Return JSON once its values have been counted, before they take memory.
+
+    Args:
+      text: the JSON, not parsed.
+      most: number of values that any text may have.
+
+    Raises:
+      ValueError: it has more values, and more than one for 32 characters.
+    """
+    most = max(most, len(text) // CHARS_PER_VALUE)
+    if len(text) <= most:
+        return text
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    if _count_values(text) > most:
+        # Brackets and commas inside of strings begin no values.
+        count, end = 0, 0
+        while match := STRINGS.match(text, end):
+            count, end = count + _count_values(STRING.sub("", match[0])), match.end()
+            if count > most:
+                raise ValueError(
+                    f"more than {most:,} values in {len(text):,} characters"
+                )
+    return text
+
+
+def _count_values(text: str) -> int:
+    return text.count("[") + text.count("{") + text.count(",")
 
 
 def _check_depth(tree: Any) -> None:

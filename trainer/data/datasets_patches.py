@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.csv_texts import csv_tables
 from trainer.data.files import NoColumn
-from trainer.data.jsonl import object_once
+from trainer.data.jsonl import load_once
 from trainer.data.parquet import is_text, not_text_column
 from trainer.errors import UserError
 from trainer.files import path_of
@@ -173,9 +173,7 @@ def exact_json(format: str, column: str) -> Iterator[None]:
 
     from pandas import DataFrame
 
-    loads = functools.partial(
-        json.loads, object_pairs_hook=functools.partial(object_once, column)
-    )
+    loads = functools.partial(load_once, column=column)
     readers: Any = {"ujson_loads": loads, "ujson_dumps": json.dumps}
     with ExitStack() as patches:
         try:

@@ -13,10 +13,13 @@ from typing import Any, BinaryIO
 
 from trainer.data.files import NoColumn
 from trainer.errors import UserError
+from trainer.files import bounded_json
 from trainer.text import note
 
 BOM = b"\xef\xbb\xbf"
 MAX_ROWS_WITHOUT_COLUMN = 1000  # counted from the start of a file
+# Values of a row beside its text; see `bounded_json`. A list of rows may have more.
+MAX_ROW_VALUES = 1 << 20
 # A row, a function that returns its line or row number in words, and the position after
 # it. The function reads the file again to count lines: it is only called for a message.
 JsonRow = tuple[dict[str, Any], Callable[[], str], int]
@@ -106,7 +109,7 @@ def _rows_of_lines(
             continue
         place = partial(_line, path, end)
         try:
-            row = json.loads(line, object_pairs_hook=partial(object_once, column))
+            row = load_once(line, column)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, {place()}: cannot be read as jsonl ({error})"
@@ -127,10 +130,11 @@ def _rows_of_list(
     A file of one object has one row, or a list of rows in the object.
     """
     try:
-        rows = json.load(file, object_pairs_hook=partial(object_once, column))
+        rows = load_once(file.read(), column)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: cannot be read as jsonl, nor as a list of objects ({error})"
+            f"{path}: cannot be read as jsonl, nor as a list of objects ({error}); save"
+            " each text as a row of JSON lines"
         ) from error
     if isinstance(rows, dict):
         rows = [rows] if column in rows else _only_list(path, rows)
@@ -177,7 +181,7 @@ def _is_single_value(file: BinaryIO, column: str) -> bool:
     if not line.lstrip().startswith((b"[", b"{")):
         return False
     try:
-        value = json.loads(line)
+        value = load_once(line, column)
     except (ValueError, RecursionError):
         # The line begins a value over several lines. But a line from { to } is a broken
         # JSON line.
@@ -200,6 +204,20 @@ def _is_only_line(file: BinaryIO, line: bytes) -> bool:
     is_only = next(lines, b"") == line and next(lines, b"") == b""
     file.seek(begin)
     return is_only
+
+
+def load_once(text: str | bytes, column: str) -> Any:
+    """Parse JSON whose objects have the key `column` once at most.
+
+    Raises:
+      ValueError: it is not JSON, has such an object, or so many values that they would
+        take far more memory than the text.
+      RecursionError: it is nested too deeply.
+    """
+    return json.loads(
+        bounded_json(text, MAX_ROW_VALUES),
+        object_pairs_hook=partial(object_once, column),
+    )
 
 
 def object_once(column: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

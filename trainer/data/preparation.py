@@ -53,6 +53,7 @@ from trainer.files import (
     LOG_BYTES,
     no_follow,
     own_copy,
+    parse_json,
     read_file,
     remove_partial,
     well_formed,
@@ -467,7 +468,7 @@ def resume(job: Preparation) -> None:
     lines = read_file(path, LOG_BYTES).split(b"\n")[:-1]
     with well_formed(path, repair(job.directory)):
         for line in lines:
-            tree = json.loads(line)
+            tree = parse_json(line)
             if tree.pop("digest") != digest(tree):
                 raise ValueError("a line was altered since it was written")
             apply_line(job, tree)

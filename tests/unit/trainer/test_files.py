@@ -3,6 +3,7 @@ there stays there."""
 
 import errno
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import (
+    MAX_VALUES,
+    bounded_json,
     check_regular,
     no_follow,
     own_copy,
@@ -205,3 +208,38 @@ def test_json_that_is_no_object_is_empty(tmp_path, text):
 def test_json_may_be_nested_as_deep_as_a_parser_of_it_bears():
     assert parse_json("[" * 100 + "]" * 100) != []
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+
+
+TEXT = "[{,,,,"
+COUNTED = {
+    "in a text": (f'["{TEXT * 400}"]', True),
+    "behind an escaped quote": (f'["\\"{TEXT * 400}"]', True),
+    "in a text without end": (f'["{TEXT * 400}', True),
+    "behind a text": (f'["\\\\",{"{}," * 400}0]', False),
+    "between texts": (f"[{'"[",' * 2000}0]", False),
+    "nested": ("[" * 900 + "]" * 900, False),
+    "in UTF-16, behind a letter with the byte of a quote": (
+        f'["\u2200",{"{}," * 400}0]'.encode("utf-16"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_values_of_json_are_counted_and_not_the_characters_of_its_texts(case):
+    text, is_allowed = COUNTED[case]
+    if is_allowed:
+        assert bounded_json(text, 100) == text
+        return
+    with pytest.raises(ValueError, match=r"more than \d+ values in \d,\d+ characters"):
+        bounded_json(text, 100)
+
+
+def test_json_of_few_bytes_does_not_fill_the_memory():
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than"):
+            parse_json("[" + "{}," * MAX_VALUES + "0]")
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_VALUES
+    finally:
+        tracemalloc.stop()
