@@ -521,7 +521,7 @@ class Checkpointer:
             partial_restore=True,
         )
         try:
-            check_chunks(self.directory / str(step) / "state")
+            check_chunks(self.directory / str(step) / "state", stored)
             items = self._manager.restore(step, args=ocp.args.Composite(state=args))
             arrays = {
                 name: items["state"][stored_name(name, saved)]

@@ -6,8 +6,7 @@ module reads metadata before it is validated.
 """
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -29,6 +28,7 @@ from trainer.files import (
 from trainer.models.registry import SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
+from trainer.run.ocdbt import check_index
 
 MAX_ITEMSIZE = 16  # bytes, of complex128
 ADVICE = "use another checkpoint, or an intact copy"
@@ -253,35 +253,36 @@ def is_loss_intact(folder: Path) -> bool:
     return isinstance(loss, float) and loss == expected
 
 
-def check_chunks(folder: Path) -> None:
-    """Refuse stored arrays whose chunks are larger than the arrays.
+def check_chunks(folder: Path, names: Iterable[str]) -> None:
+    """Refuse stored arrays whose chunks are larger than the arrays, and an index of
+    them that is larger than what is stored.
 
     TensorStore decodes whole chunks, and the array's own metadata gives their size, so
-    a small file could fill the memory.
+    a small file could fill the memory. It is asked for no list of what is stored, which
+    could be as large.
 
     Args:
       folder: that of a checkpoint's arrays, in the formats that `Checkpointer` writes:
         zarr 2 inside of OCDBT.
+      names: those of the arrays that are to be read.
 
     Raises:
       UserError: a chunk is larger than its array, its elements are larger than any
         number, or an array is in another format.
-      Exception: of any class, if the files are damaged.
+      Exception: of any class, if the files are damaged, or the index is too large.
     """
     import tensorstore
 
-    if not (folder / "manifest.ocdbt").is_file():
-        raise FileNotFoundError(folder / "manifest.ocdbt")
+    check_index(folder, max(TEXT_BYTES, _stored_bytes(folder)))
     base = {"driver": "file", "path": f"{folder.absolute()}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    for key in store.list().result():
-        array, _, name = key.decode().rpartition("/")
-        if name == ".zarray" and _fits_array(parse_json(store[key])):
-            continue
-        if re.fullmatch(r"\d+(\.\d+)*", name) is None:
+    for name in names:
+        zarr_2, zarr_3 = f"{name}/.zarray", f"{name}/zarr.json"
+        is_zarr_3 = store.read(zarr_3).result().state != "missing"
+        if is_zarr_3 or not _fits_array(parse_json(store[zarr_2])):
             raise UserError(
-                f"{folder}: the file {array}/{name} is not as the trainer writes it;"
-                f" {ADVICE}"
+                f"{folder}: the file {zarr_3 if is_zarr_3 else zarr_2} is not as the"
+                f" trainer writes it; {ADVICE}"
             )
 
 
@@ -305,10 +306,14 @@ def check_size(folder: Path, target: Any) -> None:
       target: the tree of arrays, or of their shapes, to be restored.
     """
     array_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(target))
-    files = (file for file in folder.rglob("*") if file.is_file())
-    stored_bytes = sum(file.stat().st_size for file in files)
+    stored_bytes = _stored_bytes(folder)
     if array_bytes > max(TEXT_BYTES, MAX_EXPANSION * stored_bytes):
         raise UserError(
             f"{folder}: {stored_bytes:,} bytes are to hold {array_bytes:,} bytes of"
             f" arrays; {ADVICE}"
         )
+
+
+def _stored_bytes(folder: Path) -> int:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in files)

@@ -163,6 +163,24 @@ def test_a_chunk_is_no_larger_than_its_array(open_checkpointer, file, change):
         checkpointer.restore(abstract(state))
 
 
+def test_a_few_bytes_do_not_name_more_chunks_than_there_is_memory(open_checkpointer):
+    state = {"w": jnp.arange(3.0)}
+    checkpointer = open_checkpointer()
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    folder = checkpointer.directory / "1" / "state"
+    base = {"driver": "file", "path": f"{folder}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    with tensorstore.Transaction() as transaction:
+        writer = store.with_transaction(transaction)
+        for i in range(1200):
+            writer[f"w/{'0' * 60_000}{i}"] = b""
+    with pytest.raises(
+        UserError, match="its arrays expands to more than 67,108,864 by"
+    ):
+        checkpointer.restore(abstract(state))
+
+
 @pytest.mark.parametrize("scale", [-0.5, 3.0, 0.0, 2.0**127])
 def test_a_scale_that_no_trainer_writes_is_refused(open_checkpointer, scale):
     x = jax.tree.map(jnp.asarray, ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(2)))

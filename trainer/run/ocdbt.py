@@ -1,0 +1,198 @@
+"""A bound of what TensorStore decodes of the index of a checkpoint's arrays.
+
+In OCDBT a tree of nodes maps keys to values. A node is compressed by zstd, and has of
+each key only its difference from the one before, so a kilobyte can stand for gigabytes
+of keys. TensorStore decodes whole nodes, whatever is read. Here the sizes of all nodes
+are added up before it reads any.
+
+Format: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.files import read_file
+
+MANIFEST = "manifest.ocdbt"
+MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
+NODE_MAGIC = bytes.fromhex("0cdb20de")
+CHECKSUM_BYTES = 4
+ENTRY_BYTES = 128  # that TensorStore takes for a key or a file, beside its name
+MAX_ENTRIES = 1 << 20  # of a node or a manifest, as in TensorStore
+NO_ROOT = 2**64 - 1  # the length of the root of a tree without keys
+
+
+class Node(NamedTuple):
+    """The place of a node.
+
+    Attributes:
+      directory: that of the files which the node refers to.
+      file: its file.
+      offset: its first byte in the file.
+      length: number of its bytes.
+    """
+
+    directory: str
+    file: str
+    offset: int
+    length: int
+
+
+class IndexTooLargeError(Exception):
+    """An index that takes more memory than it may: a stranger's, or a damaged one."""
+
+
+class Budget:
+    """The bytes of memory that an index may still take."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def spend(self, size: int) -> None:
+        """Count some bytes; raise IndexTooLargeError if they are too many."""
+        self.left -= size
+        if self.left < 0:
+            raise IndexTooLargeError
+
+
+class Fields:
+    """The fields of a manifest or a node, one after another.
+
+    Args:
+      data: the file's bytes.
+      magic: the first of them.
+      budget: pays for what they expand to.
+
+    Raises:
+      ValueError: they are damaged, as all methods do.
+    """
+
+    def __init__(self, data: bytes, magic: bytes, budget: Budget) -> None:
+        self._budget, self._data, self._position = budget, data, 0
+        if self.take(4) != magic or int.from_bytes(self.take(8), "little") != len(data):
+            raise ValueError("no node")
+        if self.number() != 0:
+            raise ValueError("another version")
+        is_compressed = self.number() != 0
+        body = data[self._position : -CHECKSUM_BYTES]
+        if is_compressed:
+            import pyarrow
+
+            with pyarrow.input_stream(pyarrow.BufferReader(body), "zstd") as stream:
+                body = stream.read(budget.left + 1)
+        budget.spend(len(body))
+        self._data, self._position = body, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        start, self._position = self._position, self._position + count
+        if self._position > len(self._data):
+            raise ValueError("cut off")
+        return self._data[start : self._position]
+
+    def number(self) -> int:
+        """Return the next number: 7 bits a byte, the lowest first."""
+        result = 0
+        for shift in range(0, 70, 7):
+            [byte] = self.take(1)
+            result |= (byte & 127) << shift
+            if byte < 128:
+                return result
+        raise ValueError("a number of more than 64 bits")
+
+    def numbers(self, count: int) -> list[int]:
+        """Return the next numbers."""
+        if count > MAX_ENTRIES:
+            raise ValueError("too many numbers")
+        return [self.number() for _ in range(count)]
+
+    def name_lengths(self, count: int) -> tuple[list[int], list[int]]:
+        """Return the length of what each name shares with the one before, and of the
+        rest of it.
+        """
+        shared = [0, *self.numbers(count - 1)][:count]
+        rest = self.numbers(count)
+        self._budget.spend(sum(shared) + sum(rest) + ENTRY_BYTES * count)
+        return shared, rest
+
+    def files(self, directory: str) -> list[tuple[str, str]]:
+        """Return the directory and the name of each file that a node refers to.
+
+        Args:
+          directory: of the files, as the node above it says.
+        """
+        shared, rest = self.name_lengths(self.number())
+        directory_lengths = self.numbers(len(rest))
+        files, name = [], b""
+        for begin, size, length in zip(shared, rest, directory_lengths, strict=True):
+            name = name[:begin] + self.take(size)
+            files.append(
+                (directory + name[:length].decode(), directory + name.decode())
+            )
+        return files
+
+    def nodes(self, count: int, files: list[tuple[str, str]]) -> list[Node]:
+        """Return the nodes that a node refers to."""
+        numbers, offsets, lengths = (self.numbers(count) for _ in range(3))
+        return [
+            Node(*files[number], offset, length)
+            for number, offset, length in zip(numbers, offsets, lengths, strict=True)
+            if length != NO_ROOT
+        ]
+
+
+def check_index(folder: Path, most: int) -> None:
+    """Refuse an index that TensorStore would expand to more than `most` bytes.
+
+    Args:
+      folder: that of a checkpoint's arrays.
+      most: the bytes.
+
+    Raises:
+      IndexTooLargeError: it would.
+      Exception: of any class, if the files are damaged.
+    """
+    budget = Budget(most)
+    nodes = _roots(Fields(read_file(folder / MANIFEST), MANIFEST_MAGIC, budget))
+    # A node that several nodes refer to is decoded once.
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        file_path = folder / node.file
+        if node.offset + node.length > file_path.stat().st_size:
+            raise ValueError("a node beyond its file")
+        with file_path.open("rb") as file:
+            file.seek(node.offset)
+            data = file.read(node.length)
+        below = _children(Fields(data, NODE_MAGIC, budget), node.directory)
+        nodes += set(below) - seen
+        seen.update(below)
+
+
+def _roots(manifest: Fields) -> list[Node]:
+    """Return the root of the newest version; none if it has no keys."""
+    manifest.take(16)  # identifies the index
+    if manifest.number() != 0:
+        raise ValueError("the versions are in other files")
+    manifest.numbers(2)
+    manifest.take(1)
+    if manifest.number() != 0:
+        manifest.take(4)  # the level of compression
+    files = manifest.files("")
+    versions = manifest.number()
+    manifest.numbers(versions)
+    manifest.take(versions)
+    return manifest.nodes(versions, files)[-1:]
+
+
+def _children(node: Fields, directory: str) -> list[Node]:
+    """Return the nodes that a node refers to; none if it has the values."""
+    [height] = node.take(1)
+    files = node.files(directory)
+    count = node.number()
+    _, rest = node.name_lengths(count)
+    if height == 0:
+        return []
+    node.numbers(count)
+    node.take(sum(rest))
+    return node.nodes(count, files)
