@@ -13,6 +13,7 @@ from propagated import scalify
 
 import scalify_core as sc
 from scalify_core import as_scaled_array, asarray
+from scalify_core.ops.functional.attention import _attention
 from scalify_core.ops.functional.embedding import materialized
 
 B, N, D, V = 3, 8, 4, 16
@@ -60,6 +61,32 @@ HALF_RTOL = 32 * float(jnp.finfo(HALF).eps)
 def half(x, exponent, dynamic):
     scale = 2.0**exponent
     return sc.ScaledArray(x.astype(HALF), jnp.float32(scale) if dynamic else scale)
+
+
+def test_sums_over_all_queries_fit_into_a_kernel_that_does_not_saturate(monkeypatch):
+    """cuDNN's kernel stores infinity beyond 65504, not the largest number."""
+    bwd = _attention.bwd
+
+    def overflowing(residuals, gradient, **static):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), (residuals, gradient))
+        out = bwd(*wide, **static)
+        return tuple(None if x is None else x.astype(HALF) for x in out)
+
+    monkeypatch.setattr(_attention, "bwd", overflowing)
+    # 1024 queries attend to the first of their keys.
+    q, k = jnp.full((1, 1024, 1, 8), 4.0), jnp.zeros((1, 1024, 1, 8)).at[:, 0].set(4)
+    gradient = 16 + normal(1, *q.shape)
+
+    def gradients(q, k, v, gradient):
+        return jax.vjp(sc.functional.attention, q, k, v)[1](gradient)
+
+    operands = (
+        half(x, 0, dynamic=False) for x in (q, k, normal(0, *q.shape), gradient)
+    )
+    dv = scalify(gradients)(*operands)[2]
+    # A result of an expected RMS of 1/12 is stored at a scale of 1/16.
+    assert dv.scale == 1 / 16
+    assert_array_equal(dv.data[0, 0], 65504.0)
 
 
 ANGLES = jnp.arange(1.0, 65.0)[:, None] * 100 ** -(jnp.arange(4.0)[None] / 4)
