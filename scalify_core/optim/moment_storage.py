@@ -5,6 +5,7 @@ effects and the reasons; here a state is a flat list of arrays, each with its pl
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
 )
+from scalify_core.numerics.scales import MIN_SCALE
 from scalify_core.optim.weights import (
     LARGE,
     Rounding,
@@ -423,3 +425,40 @@ def narrow_arrays(
             fresh[i] = narrow(i)
             out[i] = restore_rejected(i, fresh[i])
     return out
+
+
+def narrow_first_arrays(new: list[Any], plans: list[Plan]) -> list[Any]:
+    """Return the arrays of a first state in storage form, rounded to nearest.
+
+    Each array is computed apart from those of other parameters, so that one program
+    serves all arrays that are equal in shape and plan.
+    """
+    out = []
+    for x, (how, other, _) in zip(new, plans, strict=True):
+        if how is None:
+            out.append(x)
+        elif other is None:
+            out.append(_narrow_first([x], (Plan(how, None, None),)))
+        else:
+            pair = Plan(how, 1, None), plans[other]._replace(parameter=None)
+            out.append(_narrow_first([x, new[other]], pair))
+    return out
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _narrow_first(new: list[jax.Array], plans: tuple[Plan, ...]) -> Any:
+    """Return the first array in storage form; another is one that it is relative to."""
+    # The compiler would fold statistics of constants, for minutes.
+    one = compiler_hints.barrier(jnp.float32(1))
+    new = [
+        x if plan.how is None else x * one.astype(x.dtype)
+        for x, plan in zip(new, plans, strict=True)
+    ]
+    # An array of zeros keeps this scale, as in `as_scaled_array`.
+    scales = new_scales(new, list(plans), [jnp.float32(MIN_SCALE)] * len(new))
+    # First states are constants: nothing random is needed, and programs are smaller.
+    to_nearest = [
+        Plan(how and dataclasses.replace(how, rounding="nearest"), other, None)
+        for how, other, _ in plans
+    ]
+    return narrow_arrays(new, to_nearest, scales, 0, jnp.zeros((), jnp.int32))[0]

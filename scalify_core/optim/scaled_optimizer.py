@@ -36,7 +36,6 @@ optimizer itself under `scalify`, in FP16 data. It rounds to nearest, stores the
 moment without a root, and lets the rules choose scales.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +57,7 @@ from scalify_core.optim.moment_storage import (
     flatten,
     largest_of_arrays,
     narrow_arrays,
+    narrow_first_arrays,
     new_scales,
     recompute_barrier,
     stored_fields,
@@ -130,25 +130,9 @@ def scaled_state(
     def init(params: Any) -> ScaledOptState:
         def narrow(params: Any) -> ScaledOptState:
             new, plans, treedef = flatten(tx.init(wide(params)), stored)
-            # The compiler would fold statistics of constants, for minutes.
-            one = compiler_hints.barrier(jnp.float32(1))
-            new = [
-                x if plan.how is None else x * one.astype(x.dtype)
-                for x, plan in zip(new, plans, strict=True)
-            ]
-            # An array of zeros keeps this scale, as in `as_scaled_array`.
-            like = jnp.float32(MIN_SCALE)
-            scales = new_scales(new, plans, [like] * len(new))
-            # To nearest: first states are constants, and the program is much smaller.
-            plans = [
-                plan._replace(
-                    how=plan.how and dataclasses.replace(plan.how, rounding="nearest")
-                )
-                for plan in plans
-            ]
-            step = jnp.zeros((), jnp.int32)
             return ScaledOptState(
-                step, treedef.unflatten(narrow_arrays(new, plans, scales, seed, step))
+                jnp.zeros((), jnp.int32),
+                treedef.unflatten(narrow_first_arrays(new, plans)),
             )
 
         # Compiled, the FP32 state that `tx.init` makes is never allocated.

@@ -376,9 +376,12 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
 
     flat = leaves(params)
     arrays = [x for x in flat if is_weight(x)]
-    powers = [float(power) for power in _rms_scales(arrays)]
+    powers = [float(_rms_scale(x)) for x in arrays]
     scales = [zeros if power == MIN_SCALE else power for power in powers]
-    data = _at_scales(arrays, [np.float32(scale) for scale in scales], np.dtype(dtype))
+    data = [
+        _at_scale(x, np.float32(scale), np.dtype(dtype))
+        for x, scale in zip(arrays, scales, strict=True)
+    ]
     scaled = iter(map(ScaledArray, data, scales))
     return jax.tree.unflatten(
         structure_of(params),
@@ -386,26 +389,16 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
     )
 
 
-# Under jit: one program for a whole model, where array by array there would be a
-# hundred small ones to compile.
-@jax.jit
-def _rms_scales(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [rms_scale(x) for x in arrays]
-
-
-@jax.jit
-def _rms(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [rms_of(x) for x in arrays]
+# A program for each shape, and not one for a whole model, which would take longer to
+# compile with every layer. Each result is read before the next program: many small
+# programs that communicate can deadlock.
+_rms_scale = jax.jit(rms_scale)
+_rms = jax.jit(rms_of)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _at_scales(
-    arrays: list[jax.Array], scales: list[jax.Array], dtype: np.dtype
-) -> list[jax.Array]:
-    return [
-        as_scaled_array(x, scale, dtype).data
-        for x, scale in zip(arrays, scales, strict=True)
-    ]
+def _at_scale(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    return as_scaled_array(x, scale, dtype).data
 
 
 def rms_of_params(params: Any) -> dict[str, float]:
@@ -417,7 +410,7 @@ def rms_of_params(params: Any) -> dict[str, float]:
     data = {
         jax.tree_util.keystr(path): x.data for path, x in named if is_scaled_array(x)
     }
-    return dict(zip(data, map(float, _rms(list(data.values()))), strict=True))
+    return {path: float(_rms(x)) for path, x in data.items()}
 
 
 def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
