@@ -3,6 +3,7 @@ the compiled step.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from trainer.parallel.distribute import (
     squared_norms_over,
 )
 from trainer.parallel.layerwise import fsdp_layer_comm
+from trainer.parallel.leafwise import evaluate_leafwise
 from trainer.parallel.mesh import replicated
 from trainer.parallel.replicas import (
     DiLoCoStep,
@@ -317,10 +319,8 @@ def first_state(
         init_key, step_key = jax.random.split(jax.random.key(seed))
         return task.model.training.init(init_key), step_key
 
-    params, key = jax.jit(
-        initial,
-        out_shardings=shardings(jax.eval_shape(initial), task.mesh, task.model.roles),
-    )()
+    place = functools.partial(shardings, mesh=task.mesh, roles=task.model.roles)
+    params, key = evaluate_leafwise(initial, place=place)
     # Not inside jit: given weights are read from files, and scales from the device.
     exact = replace(params)
     policy = task.model.policy
@@ -336,9 +336,10 @@ def first_state(
             TrainState(params, moments, key, scaling, kahan_compensation=compensation)
         )
 
-    shapes = jax.eval_shape(with_moments, params, key, compensation)
-    placed = shardings(shapes, task.mesh, task.model.roles)
-    return jax.jit(with_moments, out_shardings=placed)(params, key, compensation)
+    state: TrainState = evaluate_leafwise(
+        with_moments, params, key, compensation, place=place
+    )
+    return state
 
 
 def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:

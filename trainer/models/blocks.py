@@ -39,7 +39,8 @@ def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
     keys_L = jax.random.split(key, n_layer)
     if scan:
         return nnx.vmap(lambda key: make("*", key))(keys_L)
-    return nnx.List([make(str(i), keys_L[i]) for i in range(n_layer)])
+    # Iterating is one operation; `keys_L[i]` would be another one for each layer.
+    return nnx.List([make(str(i), key) for i, key in enumerate(keys_L)])
 
 
 def apply_blocks(
