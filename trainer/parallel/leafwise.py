@@ -50,12 +50,12 @@ class Result(NamedTuple):
     """One result of an operation."""
 
     operation: Operation
-    index: int
+    output: int
 
     @property
     def aval(self) -> Any:
         """Its shape and dtype."""
-        return self.operation.eqn.outvars[self.index].aval
+        return self.operation.eqn.outvars[self.output].aval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Constant:
 
 
 class Position(NamedTuple):
-    """An argument of a program (`step` is None), or a result of one of its steps."""
+    """A numbered argument of a program (`step` is None), or result of a step."""
 
     step: int | None
-    index: int
+    number: int
 
 
 class Step(NamedTuple):
@@ -111,7 +111,7 @@ class Program(NamedTuple):
             if isinstance(operand, Constant):
                 return operand.value
             source = inputs if operand.step is None else results[operand.step]
-            return source[operand.index]
+            return source[operand.number]
 
         for step in self.steps:
             values = list(map(read, step.operands))
@@ -176,7 +176,9 @@ def trace_results(
     another output.
     """
     jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, map(Given, closed.consts), strict=True))
+    # An array of one process cannot be an argument beside arrays of all.
+    consts = (x if is_key(x) else np.asarray(x) for x in closed.consts)
+    values = dict(zip(jaxpr.constvars, map(Given, consts), strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
 
     def read(var: Any) -> Any:
@@ -212,35 +214,37 @@ def operations_of(
     return [found[number] for number in sorted(found)]
 
 
-def is_key_result(operand: Any) -> bool:
-    """Return whether an operand is a computed array of PRNG keys."""
-    return isinstance(operand, Result) and is_key(operand.aval)
+def is_key_array(operand: Any) -> bool:
+    """Return whether an operand is an array of PRNG keys."""
+    if isinstance(operand, core.Literal):
+        return False
+    return is_key(operand.aval if isinstance(operand, Result) else operand.value)
 
 
-def evaluate_keys(outputs: Sequence[Any]) -> dict[Result, tuple[np.ndarray, Any]]:
+def evaluate_keys(outputs: Sequence[Any]) -> dict[Any, tuple[np.ndarray, Any]]:
     """Return data and implementation of the PRNG keys that programs take.
 
     Data are on the host: in a run of several processes, all have them.
     """
     operands = list(outputs)
-    for operation in operations_of(outputs, stop=is_key_result):
+    for operation in operations_of(outputs, stop=is_key_array):
         operands += operation.operands
-    keys = [operand for operand in operands if is_key_result(operand)]
+    keys = list(filter(is_key_array, operands))
     results: dict[int, list[Any]] = {}
 
     def read(operand: Any) -> Any:
         if isinstance(operand, Result):
-            return results[operand.operation.number][operand.index]
+            return results[operand.operation.number][operand.output]
         return operand.val if isinstance(operand, core.Literal) else operand.value
 
     for operation in operations_of(keys):
         eqn = operation.eqn
-        values = list(map(read, operation.operands))
-        results[operation.number] = bind(eqn.primitive, eqn.params, eqn.ctx, values)
-    values = {key: read(key) for key in keys}
-    data = jax.device_get([jax.random.key_data(x) for x in values.values()])
-    impls = map(jax.random.key_impl, values.values())
-    return dict(zip(values, zip(data, impls, strict=True), strict=True))
+        operands = list(map(read, operation.operands))
+        results[operation.number] = bind(eqn.primitive, eqn.params, eqn.ctx, operands)
+    arrays = {key: read(key) for key in keys}
+    data = jax.device_get([jax.random.key_data(x) for x in arrays.values()])
+    impls = map(jax.random.key_impl, arrays.values())
+    return dict(zip(arrays, zip(data, impls, strict=True), strict=True))
 
 
 def outputs_by_shared_array(outputs: Sequence[Any]) -> list[list[int]]:
@@ -254,7 +258,7 @@ def outputs_by_shared_array(outputs: Sequence[Any]) -> list[list[int]]:
     for i, output in enumerate(outputs):
         arrays = [
             operation.number
-            for operation in operations_of([output], stop=is_key_result)
+            for operation in operations_of([output], stop=is_key_array)
             if any(var.aval.size > 1 for var in operation.eqn.outvars)
         ]
         shared = {group_of[number] for number in arrays if number in group_of}
@@ -269,7 +273,7 @@ def outputs_by_shared_array(outputs: Sequence[Any]) -> list[list[int]]:
 
 
 def make_program(
-    outputs: Sequence[Any], keys: dict[Result, tuple[np.ndarray, Any]]
+    outputs: Sequence[Any], keys: dict[Any, tuple[np.ndarray, Any]]
 ) -> tuple[Program, list[Any]]:
     """Return the program of these outputs, and its arguments.
 
@@ -287,7 +291,7 @@ def make_program(
                 operand.val, type(operand.val), bits.dtype, bits.shape, bits.tobytes()
             )
         if isinstance(operand, Result) and operand not in keys:
-            return Position(steps[operand.operation.number], operand.index)
+            return Position(steps[operand.operation.number], operand.output)
         if operand not in inputs:
             inputs[operand] = Position(None, len(arguments))
             value, impl = keys.get(operand) or (operand.value, None)
@@ -295,8 +299,8 @@ def make_program(
             key_impls.append(impl)
         return inputs[operand]
 
-    program_steps = []
-    for operation in operations_of(outputs, stop=is_key_result):
+    program_steps: list[Step] = []
+    for operation in operations_of(outputs, stop=is_key_array):
         eqn = operation.eqn
         operands = tuple(map(position, operation.operands))
         steps[operation.number] = len(program_steps)

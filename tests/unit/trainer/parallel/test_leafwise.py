@@ -110,3 +110,12 @@ def test_every_output_is_placed_where_it_is_asked_for():
     actual = evaluate_leafwise(fun, place=lambda shapes: placed)
     assert tuple(x.sharding for x in actual) == placed
     assert bits(actual) == bits(jax.jit(fun)())
+
+
+def test_arrays_and_keys_that_a_function_closes_over_are_its_constants():
+    table, key = jnp.arange(4.0), jax.random.key(5)
+
+    def fun():
+        return table * jax.random.normal(key, (4,)), table
+
+    assert bits(evaluate_leafwise(fun, place=everywhere)) == bits(jax.jit(fun)())
