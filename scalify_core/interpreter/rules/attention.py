@@ -26,6 +26,7 @@ from scalify_core.interpreter.rules.composites import (
     on_values,
     size_of,
 )
+from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
@@ -83,9 +84,8 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     gradient = as_value(gradient, q)
     static = call.settings
     growth = _attention_growth(call, q, k)
-    # cuDNN stores infinity where a result is beyond FP16, such as the sum over all
-    # queries that attend to one key. The gradient stays near RMS 1: that leaves room
-    # above, and logits' gradients, though 1/T of it, are far above 2^-24.
+    # The gradient stays near RMS 1: sums over all queries that attend to one key have
+    # room above, and logits' gradients, though 1/T of it, are far above 2^-24.
     narrow = formats.saturating_cast(v.data32(gradient), q.data.dtype)
     residuals = (q, k, values, segments, kernel_output, log_norm)
     out = on_data(
@@ -113,7 +113,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     )
     return [
         moved(
-            v.settled(x, scale, rms * growth, y.dtype, SQRT_2),
+            v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2),
             data_scale,
         )
         for x, (scale, rms), y, data_scale in zip(

@@ -63,8 +63,9 @@ def half(x, exponent, dynamic):
     return sc.ScaledArray(x.astype(HALF), jnp.float32(scale) if dynamic else scale)
 
 
-def test_sums_over_all_queries_fit_into_a_kernel_that_does_not_saturate(monkeypatch):
-    """cuDNN's kernel stores infinity beyond 65504, not the largest number."""
+@pytest.mark.parametrize("size", [16, 128])
+def test_sums_over_all_queries_saturate_though_the_kernel_does_not(monkeypatch, size):
+    """cuDNN's kernel stores infinity beyond 65504: the sum of 1024 times 128."""
     bwd = _attention.bwd
 
     def overflowing(residuals, gradient, **static):
@@ -75,7 +76,7 @@ def test_sums_over_all_queries_fit_into_a_kernel_that_does_not_saturate(monkeypa
     monkeypatch.setattr(_attention, "bwd", overflowing)
     # 1024 queries attend to the first of their keys.
     q, k = jnp.full((1, 1024, 1, 8), 4.0), jnp.zeros((1, 1024, 1, 8)).at[:, 0].set(4)
-    gradient = 16 + normal(1, *q.shape)
+    gradient = size + normal(1, *q.shape)
 
     def gradients(q, k, v, gradient):
         return jax.vjp(sc.functional.attention, q, k, v)[1](gradient)
