@@ -22,7 +22,7 @@ from trainer.plan.targets import TARGETS, Target
 from trainer.plan.times import kernel_predictions
 
 CONTAINERS = ("while", "call", "conditional")  # as long as the instructions inside
-TOP = 20
+TOP = 20  # kernels that are printed; `out` has all
 
 
 @dataclass
@@ -163,9 +163,9 @@ def table_of(
             for kind in CLASSES
             if ms[kind] or roofline[kind]
         },
-        "longest": [
+        "kernels": [
             asdict(row) | {"predicted_ms": forecast.get(row.name)}
-            for row in sorted(kernels.values(), key=lambda row: -row.ms)[:TOP]
+            for row in sorted(kernels.values(), key=lambda row: -row.ms)
         ],
     }
 
@@ -207,7 +207,7 @@ def lines_of(name: str, table: Mapping[str, Any]) -> list[str]:
     lines += [f"| {GAPS} | {gaps:.2f} | {gaps / step:.0%} | | | |", ""]
     lines += ["| longest kernels | class | ms | launches | predicted, ms |"]
     lines += ["|---" * 5 + "|"]
-    for row in table["longest"]:
+    for row in table["kernels"][:TOP]:
         predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
         lines.append(
             f"| {row['name'][:60]} | {row['kind']} | {row['ms']:.2f} |"
