@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from scalify_core import weights
 from trainer.data.hf_tokenizer import (
@@ -42,7 +41,12 @@ from trainer.run.compatibility import (
     architecture,
     check_same_model,
 )
-from trainer.step.state_tree import as_saved, first_nonfinite_leaf, leaf_names
+from trainer.step.state_tree import (
+    as_saved,
+    first_nonfinite_leaf,
+    leaf_names,
+    replicated_like,
+)
 from trainer.text import override
 
 NEW_ROWS = ", or init.embeddings=focus to make embedding rows for the data's tokens"
@@ -223,10 +227,9 @@ def with_row_counts(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Param
     def target(shape: Any, leaf: jax.Array) -> Any:
         if shape.shape == leaf.shape:
             return leaf
-        sharding: Any = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(shape.shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            shape.shape, leaf.dtype, sharding=replicated_like(leaf.sharding)
+        )
 
     return jax.tree.map(target, shapes_of(spec, **sizes), like)
 

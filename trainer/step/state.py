@@ -3,17 +3,18 @@ stored.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from scalify_core import ScaledArray, tree
 from scalify_core.array.scaled_array import is_scaled_array
-from trainer.step.state_tree import first_nonfinite_leaf
+from trainer.step.state_tree import first_nonfinite_leaf, replicated_like
 
 # Fields of `Replicas` whose arrays have a leading axis of replicas. `parallel.sharding`
 # recognizes such arrays by these names in their paths: no other field of a state may
@@ -93,7 +94,7 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
     def replicate_scale(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
-        replicated = NamedSharding(x.data.sharding.mesh, PartitionSpec())
+        replicated = replicated_like(x.data.sharding)
         if x.scale.sharding == replicated:
             return x
         scale = np.asarray(x.scale.addressable_data(0))
@@ -107,20 +108,12 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
     def in_checkpoint_form(part: Any) -> Any:
         return tree.map_arrays(replicate_scale, tree.with_dynamic_scales(part))
 
-    diloco, opt_state = state.diloco, tree.unpack(state.opt_state)
-    # The replicas' moments stay packed: their scales have a row for each replica.
-    if diloco is not None:
-        diloco = dataclasses.replace(
-            diloco,
-            states=dataclasses.replace(
-                diloco.states, params=in_checkpoint_form(diloco.states.params)
-            ),
-        )
+    unpacked = dataclasses.replace(
+        state, opt_state=tree.unpack(state.opt_state), diloco=None
+    )
     return dataclasses.replace(
-        in_checkpoint_form(
-            dataclasses.replace(state, opt_state=opt_state, diloco=None)
-        ),
-        diloco=diloco,
+        in_checkpoint_form(unpacked),
+        diloco=_convert_replica_params(in_checkpoint_form, state.diloco),
     )
 
 
@@ -128,15 +121,21 @@ def from_checkpoint_form(state: TrainState) -> TrainState:
     """Return the state for training: the scales of parameters are static, and those of
     moments are one array.
     """
-    diloco = state.diloco
-    if diloco is not None:
-        static = tree.with_static_scales(diloco.states.params)
-        diloco = dataclasses.replace(
-            diloco, states=dataclasses.replace(diloco.states, params=static)
-        )
     return dataclasses.replace(
         state,
         params=tree.with_static_scales(state.params),
         opt_state=tree.pack(state.opt_state),
-        diloco=diloco,
+        diloco=_convert_replica_params(tree.with_static_scales, state.diloco),
+    )
+
+
+def _convert_replica_params(
+    convert: Callable[[Any], Any], diloco: Replicas | None
+) -> Replicas | None:
+    # The replicas' moments stay packed: their scales have a row for each replica.
+    if diloco is None:
+        return None
+    params = convert(diloco.states.params)
+    return dataclasses.replace(
+        diloco, states=dataclasses.replace(diloco.states, params=params)
     )

@@ -91,6 +91,15 @@ def mismatch(wanted: Description, saved: Description, *, partial: bool) -> str |
     return None
 
 
+def replicated_like(sharding: Any) -> Any:
+    """Return the sharding that replicates an array over the devices of another
+    sharding.
+    """
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
 def as_saved(like: Any, saved: Description) -> Any:
     """Return a tree like `like` with the dtypes and ScaledArrays of the saved leaves.
 
@@ -106,12 +115,10 @@ def as_saved(like: Any, saved: Description) -> Any:
             data = jax.ShapeDtypeStruct(
                 leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding
             )
-            replicated = leaf.sharding
-            if isinstance(replicated, NamedSharding):
-                replicated = NamedSharding(replicated.mesh, PartitionSpec())
-            return ScaledArray(
-                data, jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+            scale = jax.ShapeDtypeStruct(
+                (), jnp.float32, sharding=replicated_like(leaf.sharding)
             )
+            return ScaledArray(data, scale)
         if name in saved:
             return jax.ShapeDtypeStruct(leaf.shape, dtype(name), sharding=leaf.sharding)
         return leaf
