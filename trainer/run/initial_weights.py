@@ -49,6 +49,8 @@ from trainer.step.state_tree import (
 )
 from trainer.text import override
 
+# A difference of two tokenizers, or the clause that says that there is none.
+TokenizerComparison = TokenizerMismatch | str
 NEW_ROWS = ", or init.embeddings=focus to make embedding rows for the data's tokens"
 
 
@@ -113,40 +115,44 @@ def weights_of_run(
     with Checkpointer.reading(source / "checkpoints") as checkpointer:
         step, meta, _ = checkpointer.manifest()
         saved = meta["model"]
-        sizes, match = {"context": saved["context"]}, None
+        sizes = {"context": saved["context"]}
+        comparison = None
         if tokenizer is None:
             sizes["vocab_size"] = saved["vocab_size"]
         else:
-            match = compare_run_tokenizer(source, meta, tokenizer)
-        check_weights_fit(f"init_from={source}", saved, spec, match)
+            comparison = compare_run_tokenizer(source, meta, tokenizer)
+        check_weights_fit(f"init_from={source}", saved, spec, comparison)
         like = with_row_counts(spec, like, sizes)
         params = restore_weights(checkpointer, like, step)
     origin = f"{source} after its step {step:,}"
-    return params, describe_weights(origin, params, match, saved["context"], spec)
+    line = describe_weights(origin, params, comparison, saved["context"], spec)
+    return params, line
 
 
 def weights_of_huggingface(
     source: Path, spec: Spec, tokenizer: Tokenizer | None
 ) -> tuple[Params, str]:
     """Return the weights of a directory or a file; see `saved_weights`."""
-    key, match = f"init_from={source}", None
+    key = f"init_from={source}"
     saved_spec, params = huggingface.load(source, spec)
+    comparison = None
     if tokenizer is not None:
-        match = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
-    check_weights_fit(key, architecture(saved_spec), spec, match)
+        comparison = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
+    check_weights_fit(key, architecture(saved_spec), spec, comparison)
     family = family_of(spec)
     if spec.scan_layers:
         params = family.stack_layers(params)
     check_weights_finite(key, params)
     origin = f"{source} (Hugging Face, {family.name})"
-    return params, describe_weights(origin, params, match, saved_spec.context, spec)
+    line = describe_weights(origin, params, comparison, saved_spec.context, spec)
+    return params, line
 
 
 def check_weights_fit(
     key: str,
     saved: Mapping[str, Any],
     spec: Spec,
-    match: TokenizerMismatch | str | None,
+    comparison: TokenizerComparison | None,
 ) -> None:
     """Refuse weights of another architecture, or for another tokenizer.
 
@@ -154,28 +160,28 @@ def check_weights_fit(
       key: the weights, as the user named them.
       saved: their `architecture`.
       spec: the model that loads them.
-      match: the comparison of their tokenizer with the data's; None: there was none.
+      comparison: of their tokenizer with the data's; None: they were not compared.
     """
     comparable = with_context_of(spec, key, saved)
-    if match is None:
+    if comparison is None:
         # The caller makes new rows, so the sizes of the vocabularies may differ.
         comparable["vocab_size"] = spec.architecture()["vocab_size"]
-    mismatch = match if isinstance(match, TokenizerMismatch) else None
+    mismatch = comparison if isinstance(comparison, TokenizerMismatch) else None
     check_same_model(key, comparable, spec, FROM_INIT, mismatch)
 
 
 def describe_weights(
     origin: str,
     params: Params,
-    match: TokenizerMismatch | str | None,
+    comparison: TokenizerComparison | None,
     saved_context: int,
     spec: Spec,
 ) -> str:
-    """Return a line about weights; `match`: see `check_weights_fit`."""
+    """Return a line about weights that `check_weights_fit` has accepted."""
     # Not the parameter count: the line about the model has it, without padding rows.
     size = f"{len(jax.tree.leaves(params)):,} tensors"
     context = context_difference(saved_context, spec)
-    return f"weights from {origin}: {size}; {match}{context}"
+    return f"weights from {origin}: {size}; {comparison}{context}"
 
 
 def with_context_of(spec: Spec, key: str, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +279,7 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
 
 def compare_run_tokenizer(
     run_dir: Path, meta: Mapping[str, Any], tokenizer: Tokenizer
-) -> TokenizerMismatch | str:
+) -> TokenizerComparison:
     """Return how a run's tokenizer differs from the data's, or a clause that it does
     not.
     """
@@ -330,7 +336,7 @@ def has_tokenizer(directory: Path, tokenizer: Tokenizer) -> bool:
 
 def compare_huggingface_tokenizer(
     source: Path, spec: Spec, tokenizer: Tokenizer
-) -> TokenizerMismatch | str:
+) -> TokenizerComparison:
     """Return how the tokenizer of weights differs from the data's, or a clause about
     what was compared without a difference.
 

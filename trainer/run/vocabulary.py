@@ -150,19 +150,19 @@ def weights_for_tokenizer(
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
-    old, _ = saved_weights(source, spec, like, tokenizer=None)
+    saved_params, _ = saved_weights(source, spec, like, tokenizer=None)
 
-    def place(has_rows: bool, old: Any, fresh: jax.Array) -> jax.Array:
+    def place(has_rows: bool, saved: Any, fresh: jax.Array) -> jax.Array:
         if not has_rows:
-            return place_cropped(old, fresh)
+            return place_cropped(saved, fresh)
         # Padding, and rows above the tokenizer's ids, stay fresh.
         rows = np.array(jax.device_get(fresh), np.float32)
-        old_rows = np.asarray(jax.device_get(old), np.float32)[: old_vocabulary.size]
+        old_rows = np.asarray(jax.device_get(saved), np.float32)[: old_vocabulary.size]
         n = tokenizer.vocab_size
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
 
-    params = jax.tree.map(place, row_arrays_of(spec, "vocab_size"), old, like)
+    params = jax.tree.map(place, row_arrays_of(spec, "vocab_size"), saved_params, like)
     rows = describe_rows(method, len(shared.new), old_vocabulary, tokenizer)
     return params, f"weights from {source}, init.embeddings={method}: {rows}"
 
