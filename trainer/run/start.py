@@ -305,14 +305,12 @@ def restore_state(
         `Checkpointer.restore`.
     """
 
-    def saved_form(meta: Mapping[str, Any]) -> TrainState:
+    def abstract_saved_state(meta: Mapping[str, Any]) -> TrainState:
         if task.diloco is None:
             check_no_replicas(str(checkpointer.directory.parent), meta)
-        source, saved = saved_task(meta, task), saved_diloco(meta, task.diloco)
-        if has_same_form(saved, task.diloco):
-            return abstract_state(source)
-        if saved is None:
-            return abstract_state(source._replace(diloco=None))
+        saved = with_saved_arrays(task, meta)
+        if saved.diloco is None or saved.diloco == task.diloco:
+            return abstract_state(saved)
         # Shapes are traced on one device, because the number of devices need not divide
         # the saved number of replicas.
         first_device = Mesh(
@@ -324,19 +322,30 @@ def restore_state(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=replicated(task.mesh)
             ),
-            abstract_state(source._replace(diloco=saved, mesh=first_device)),
+            abstract_state(saved._replace(mesh=first_device)),
         )
 
-    checkpoint = checkpointer.restore(saved_form, step, candidates=candidates)
+    checkpoint = checkpointer.restore(abstract_saved_state, step, candidates=candidates)
     # If the newest checkpoint is damaged, this is the meta of an older one.
-    meta = checkpoint.meta
-    source, saved = saved_task(meta, task), saved_diloco(meta, task.diloco)
-    if has_same_form(saved, task.diloco):
+    saved = with_saved_arrays(task, checkpoint.meta)
+    if saved.diloco == task.diloco:
         return checkpoint
-    convert = source.with_replicas if saved is None else source.convert_replicas
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(source))
+    target = saved._replace(diloco=task.diloco)
+    convert = target.with_replicas if saved.diloco is None else target.convert_replicas
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(target))
     state = jax.jit(convert, out_shardings=shardings)(checkpoint.state)
     return checkpoint._replace(state=state)
+
+
+def with_saved_arrays(task: TrainTask, meta: Mapping[str, Any]) -> TrainTask:
+    """Return a task whose state has the arrays of a checkpoint, in the precision in
+    which they were saved.
+    """
+    saved = saved_task(meta, task)
+    diloco = saved_diloco(meta, task.diloco)
+    if has_same_form(diloco, task.diloco):
+        return saved
+    return saved._replace(diloco=diloco)
 
 
 def saved_diloco(
