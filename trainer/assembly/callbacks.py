@@ -87,8 +87,8 @@ def build_callbacks(
         sample = log_first_duration(build_sample(c, w), SAMPLING, log)
         callbacks.append(builtin.samples(c.sample.every, sample))
     if c.precision.scaled and c.precision.rescale_every:
-        new_scales = builtin.make_rescale(w.task, batch)
-        callbacks.append(builtin.rescale(c.precision.rescale_every, new_scales))
+        rescale = builtin.rescale(c.precision.rescale_every, w.task, batch)
+        callbacks.append(rescale)
     # Custom callbacks run before the checkpoint, which then covers their rows.
     callbacks += custom
     if numerics_every:

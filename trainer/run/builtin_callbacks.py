@@ -132,33 +132,29 @@ def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> C
     return Callback("samples", every, run)
 
 
-def rescale(
-    every: int,
-    new_scales: Callable[[TrainState], tuple[TrainState, StepFn, str] | None],
-) -> Callback:
+def rescale(every: int, task: TrainTask, batch: Tokens) -> Callback:
     """Return the callback that gives weights new scales when their data is far from RMS
     1.
 
-    `new_scales` is a function of the state alone, so that resumed runs agree. It
-    returns the state with new scales, the step compiled for it, and a message. None: no
-    weight needs a new scale.
+    `batch`: the shapes of a batch, for which the step is compiled again.
     """
 
     def run(context: StepContext) -> None:
-        rescaled = new_scales(context.state)
+        rescaled = with_new_scales(context.state, task, batch)
         if rescaled is not None:
             context.set_state(*rescaled)
 
     return Callback("rescale", every, run, CallbackKind.UPDATE)
 
 
-def make_rescale(
-    task: TrainTask, batch: Tokens
-) -> Callable[[TrainState], tuple[TrainState, StepFn, str] | None]:
-    """Return `new_scales` of `rescale`.
+def with_new_scales(
+    state: TrainState, task: TrainTask, batch: Tokens
+) -> tuple[TrainState, StepFn, str] | None:
+    """Return the state with new scales, the step compiled for it, and a message.
 
-    One weight with an error of `MATRIX_MAX_LOG2_ERROR` or `VECTOR_MAX_LOG2_ERROR`
-    triggers a rescale of all, because the step is compiled again anyway.
+    None: no weight needs a new scale. One weight with an error of
+    `MATRIX_MAX_LOG2_ERROR` or `VECTOR_MAX_LOG2_ERROR` triggers a rescale of all,
+    because the step is compiled again anyway.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}
@@ -167,27 +163,23 @@ def make_rescale(
         limit = MATRIX_MAX_LOG2_ERROR if path in matrices else VECTOR_MAX_LOG2_ERROR
         return abs(math.log2(factor)) >= limit
 
-    def new_scales(state: TrainState) -> tuple[TrainState, StepFn, str] | None:
-        factors = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
-        if not any(is_off(path, factor) for path, factor in factors.items()):
-            return None
-        factors = {path: factor for path, factor in factors.items() if factor != 1}
-        params = weights.rescale_params(state.params, factors)
-        rescaled = with_rescaled_params(state, params)
-        names = (".".join(re.findall(r"\w+", path)) for path in factors)
-        changes = [
-            f"{name} 2^{math.log2(factor):g}"
-            for name, factor in zip(names, factors.values(), strict=True)
-        ]
-        if len(changes) > 4:
-            changes = [*changes[:4], "..."]
-        text = (
-            f"new scales for {len(factors)} weights, larger by {', '.join(changes)};"
-            " the step is compiled again"
-        )
-        return rescaled, compile_step(task, batch, rescaled), text
-
-    return new_scales
+    factors = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
+    if not any(is_off(path, factor) for path, factor in factors.items()):
+        return None
+    changed = {path: factor for path, factor in factors.items() if factor != 1}
+    params = weights.rescale_params(state.params, changed)
+    rescaled = with_rescaled_params(state, params)
+    changes = [
+        f"{'.'.join(re.findall(r'\w+', path))} 2^{math.log2(factor):g}"
+        for path, factor in changed.items()
+    ]
+    if len(changes) > 4:
+        changes = [*changes[:4], "..."]
+    text = (
+        f"new scales for {len(changed)} weights, larger by {', '.join(changes)};"
+        " the step is compiled again"
+    )
+    return rescaled, compile_step(task, batch, rescaled), text
 
 
 def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:

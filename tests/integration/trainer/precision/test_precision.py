@@ -30,7 +30,7 @@ from scalify_core.array.tree import unpack
 from scalify_core.optim.weights import wide
 from trainer.precision.arrays import dot_general_for
 from trainer.precision.gradients import GROWTH_STEPS, LossScale, next_loss_scale
-from trainer.run.builtin_callbacks import make_rescale
+from trainer.run.builtin_callbacks import with_new_scales
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state
 from trainer.step.state import from_checkpoint_form, to_checkpoint_form
@@ -272,8 +272,7 @@ def test_stochastic_rounding_of_weights_depends_on_seed_and_step_alone():
 
 def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
     w, state, _ = compiled("scalify_fp8_fp16")
-    rescale = make_rescale(w, abstract(w))
-    assert rescale(state) is None
+    assert with_new_scales(state, w, abstract(w)) is None
     state = copied(state)
     mlp = state.params["h"][0]["mlp"]
     first_kernels = {name: mlp[name]["kernel"] for name in ("c_fc", "c_proj")}
@@ -284,9 +283,9 @@ def test_weights_that_left_their_place_get_a_new_scale_and_a_new_program():
 
     grow("c_fc", 2)
     grow("c_proj", 2)
-    assert rescale(state) is None
+    assert with_new_scales(state, w, abstract(w)) is None
     grow("c_fc", 4)
-    new, step, text = rescale(state)
+    new, step, text = with_new_scales(state, w, abstract(w))
     # what has not left its place gets the scale of its RMS too: it costs nothing more
     assert "2 weights" in text
     for name, factor in (("c_fc", 4), ("c_proj", 2)):
