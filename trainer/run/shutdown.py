@@ -113,6 +113,7 @@ class Guard:
         self._report, self._announce = report, announce
         self._done = threading.Event()
         self._last, self._doing = time.monotonic(), "starting"
+        self._first_signal = 0
         self._stop_deadline = 0.0
         self._stalled = False
 
@@ -153,46 +154,50 @@ class Guard:
             signal.signal(number, signal.default_int_handler)
 
     def _watch(self) -> None:
-        first_signal = 0
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
                 for number in os.read(self._read, 64):
-                    if number == signal.SIGINT and first_signal and self.owns_process:
-                        _write_error(
-                            f"second Ctrl-C: process ended {self._doing}; checkpoints"
-                            f" of steps: {self._checkpoints()}; later steps are lost;"
-                            " re-run the same command to resume"
-                        )
-                        os._exit(128 + number)
-                    elif number in SIGNALS and not first_signal:
-                        first_signal = number
-                        self._stop_deadline = time.monotonic() + self.timeouts.stop
-                        # A message may wait for the main thread, which may hold the
-                        # terminal. In a thread of its own it does not delay this one.
-                        threading.Thread(
-                            target=_tell,
-                            args=(self._announce, self._describe_stop(number)),
-                            name="announce",
-                            daemon=True,
-                        ).start()
-            now = time.monotonic()
-            idle = now - self._last
-            if first_signal and self.timeouts.stop and now > self._stop_deadline:
-                self._end(
-                    128 + first_signal,
-                    f"not stopped within {self.timeouts.stop:g} s of the signal; the"
-                    f" run was still {self._doing}",
-                )
-            if self.timeouts.hang and idle > self.timeouts.hang:
-                self._end(
-                    HUNG_EXIT_CODE, f"no progress for {idle:.0f} s, {self._doing}"
-                )
-            if self.timeouts.stall and idle > self.timeouts.stall and not self._stalled:
-                _tell(
-                    self._report,
-                    f"stalled: no progress for {idle:.0f} s, {self._doing}",
-                )
-            self._stalled = bool(self.timeouts.stall) and idle > self.timeouts.stall
+                    self._receive(number)
+            self._check_timeouts()
+
+    def _receive(self, number: int) -> None:
+        """Announce the first signal; end the process at a second Ctrl-C."""
+        if number == signal.SIGINT and self._first_signal and self.owns_process:
+            _write_error(
+                f"second Ctrl-C: process ended {self._doing}; checkpoints of steps:"
+                f" {self._checkpoints()}; later steps are lost; re-run the same command"
+                " to resume"
+            )
+            os._exit(128 + number)
+        if number in SIGNALS and not self._first_signal:
+            self._first_signal = number
+            self._stop_deadline = time.monotonic() + self.timeouts.stop
+            # A message may wait for the main thread, which may hold the terminal. In a
+            # thread of its own it does not delay this one.
+            threading.Thread(
+                target=_tell,
+                args=(self._announce, self._describe_stop(number)),
+                name="announce",
+                daemon=True,
+            ).start()
+
+    def _check_timeouts(self) -> None:
+        """End the process if a stop or hang takes too long; report a stall once."""
+        now, timeouts = time.monotonic(), self.timeouts
+        idle = now - self._last
+        if self._first_signal and timeouts.stop and now > self._stop_deadline:
+            self._end(
+                128 + self._first_signal,
+                f"not stopped within {timeouts.stop:g} s of the signal; the run was"
+                f" still {self._doing}",
+            )
+        progress = f"no progress for {idle:.0f} s, {self._doing}"
+        if timeouts.hang and idle > timeouts.hang:
+            self._end(HUNG_EXIT_CODE, progress)
+        is_stalled = 0 < timeouts.stall < idle
+        if is_stalled and not self._stalled:
+            _tell(self._report, f"stalled: {progress}")
+        self._stalled = is_stalled
 
     def _describe_stop(self, number: int) -> str:
         """Return a line about the effect of the first signal, and of a second one."""
