@@ -17,17 +17,16 @@ from trainer.workload import TrainTask
 
 
 def convert_state(
-    task: TrainTask, state: TrainState, source: Policy, seed: int
+    task: TrainTask, state: TrainState, source_policy: Policy, seed: int
 ) -> TrainState:
-    """Convert a stored state from the precision `source` to the task's.
+    """Convert a stored state from the precision `source_policy` to the task's.
 
     Every value is rounded once; `seed` is that of stochastic rounding.
     """
     params, compensation = rounded_weights(task, exact_weights(state))
+    optimizer, policy = task.optimizer_settings.name, task.model.policy
     opt_state = jax.jit(
-        lambda moments: convert_moments(
-            moments, task.optimizer_settings.name, source, task.model.policy, seed
-        )
+        lambda moments: convert_moments(moments, optimizer, source_policy, policy, seed)
     )(state.opt_state)
     converted = TrainState(
         params,

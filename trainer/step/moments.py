@@ -118,18 +118,16 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
         present.update(fields_of(path))
     formats = {key: FloatFormat.parse(getattr(policy, key)) for key in MOMENT_KEYS}
     narrow = {
-        moment.field: (moment, formats[moment.key])
+        moment.field: moment
         for moment in OPTIMIZERS[name].moments
         if formats[moment.key] is not FP32 and moment.field in present
     }
-    # A propagated update computes in scaled arrays, which are rounded to nearest.
-    if policy.propagated_update:
-        return {
-            field: optim.Stored(fmt, rounding="nearest")
-            for field, (_, fmt) in narrow.items()
-        }
 
-    def storage_of(moment: Moment, fmt: FloatFormat) -> optim.Stored:
+    def storage_of(moment: Moment) -> optim.Stored:
+        fmt = formats[moment.key]
+        # A propagated update computes in scaled arrays, which are rounded to nearest.
+        if policy.propagated_update:
+            return optim.Stored(fmt, rounding="nearest")
         rounding: Any = policy.moments_rounding
         is_second = moment.key == "nu"
         if rounding == "auto":
@@ -142,7 +140,7 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
             fmt, sqrt=is_second, rounding=rounding, relative_to=relative
         )
 
-    return {field: storage_of(*narrow[field]) for field in narrow}
+    return {field: storage_of(moment) for field, moment in narrow.items()}
 
 
 def convert_moments(
