@@ -29,7 +29,7 @@ NUMERIC_SETTINGS = (
     "JAX_SOFTMAX_CUSTOM_JVP",
     "JAX_THREEFRY_PARTITIONABLE",
 )
-NEUTRAL_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+NON_NUMERIC_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 INTACT = "whole.json"  # size and time of each entry that was found intact
 
 
@@ -55,7 +55,7 @@ def numeric_settings() -> dict[str, str]:
     A run's numbers depend on these, its configuration, and its devices.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
-    used = [flag for flag in flags if not flag.startswith(NEUTRAL_FLAGS)]
+    used = [flag for flag in flags if not flag.startswith(NON_NUMERIC_FLAGS)]
     return {
         "scalify-trainer": __version__,
         "jax": jax.__version__,

@@ -140,13 +140,13 @@ class RunDir:
                         probe.touch()
         if jax.process_count() == 1:
             return
-        _, process = compare_processes({"run_dir": probe.exists()})
+        _, differing = compare_processes({"run_dir": probe.exists()})
         if self._is_first_process:
             probe.unlink()
-        if process:
+        if differing > 0:
             self.__exit__()
             raise UserError(
-                f"run_dir={path}: process {process} has another directory there than"
+                f"run_dir={path}: process {differing} has another directory there than"
                 " process 0; give all processes one directory on a shared disk"
             )
 
