@@ -65,7 +65,7 @@ from trainer.run.libraries import (
     use_compilation_cache,
 )
 from trainer.run.loop import meta_of, train
-from trainer.run.phases import Phases, TrainingPhase, enter
+from trainer.run.phases import Phases, TrainingPhase, training_state
 from trainer.run.rundir import RunDir, RunDirLost
 from trainer.run.session import Recovery, Session, StepPlan, TrainData, TrainLoop
 from trainer.run.shutdown import Timeouts, leave_within
@@ -388,7 +388,7 @@ def build_loop(
     phase = phases.phase_after(checkpoint)
     phase_config, workload, task = phase.config, phase.workload, phase.task
     start_phase(phases, phase, session)
-    state = enter(checkpoint, task, workload.seed)
+    state = training_state(checkpoint, task, workload.seed)
     batch = build_batch(phase_config, task.mesh)
     step = compile_and_check(phase, batch, state, session, checkpoint)
     totals = continued_totals(
@@ -429,15 +429,15 @@ def build_loop(
             ),
             restore=make_restore(task, batch, session.checkpointer, workload.seed),
             diagnose=make_diagnose(task),
-            meta=phase_meta(run_config, workload)
-            | {
-                "tracker_id": session.tracker.id,
-                "forked": checkpoint.meta.get("forked"),
-                "schedule_changes": checkpoint.meta.get("schedule_changes") or [],
-            },
         ),
         throughput=build_throughput(phase_config, workload),
         totals=totals,
+        meta=phase_meta(run_config, workload)
+        | {
+            "tracker_id": session.tracker.id,
+            "forked": checkpoint.meta.get("forked"),
+            "schedule_changes": checkpoint.meta.get("schedule_changes") or [],
+        },
         state=state,
         train_step=step,
         step=checkpoint.step,
@@ -506,7 +506,7 @@ def make_restore(
         # Two states would need twice the memory.
         jax.tree.map(lambda x: x.delete(), state)
         checkpoint = restore_state(checkpointer, task, candidates=candidates)
-        restored = enter(checkpoint, task, seed)
+        restored = training_state(checkpoint, task, seed)
         # A weight's scale is static: part of the tree's structure, and a constant of
         # the compiled step.
         if jax.tree.structure(restored) == structure:

@@ -268,16 +268,9 @@ def run_callbacks(
     loop.unfinished = None
     if context.last:
         loop.recovery.watchdog.finish(loop.step, context.val_loss)
-    for callback in due_callbacks(loop, CallbackKind.UPDATE, context, stop):
-        stop.guard.beat(f"at the {callback.name} after step {loop.step}")
-        run_callback(loop, callback, context)
-        loop.state, loop.train_step = context.state, context.train_step
-        if (name := first_nonfinite_array(loop.state)) is not None:
-            reason = f"{name} is not finite after the {callback.name}"
-            log_event(loop, loop.step, f"stopped: {reason}", alert="diverged")
-            raise Diverged(f"{reason} after step {loop.step}; this state was not saved")
-    is_extended = context.row.keys() > row.keys()
-    context.row = log_row(loop, loop.step, context.row, extended=is_extended)
+    update_state(loop, context, stop)
+    has_new_metrics = len(context.row) > len(row)
+    context.row = log_row(loop, loop.step, context.row, always=has_new_metrics)
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
         loop.session.tracker.summary(final)
@@ -287,6 +280,20 @@ def run_callbacks(
         run_callback(loop, callback, context)
         record_media(loop, context)
     loop.throughput.exclude(time.perf_counter() - started)
+
+
+def update_state(loop: TrainLoop, context: StepContext, stop: StopRequest) -> None:
+    """Run the UPDATE callbacks that are due; raise Diverged if one makes the state not
+    finite.
+    """
+    for callback in due_callbacks(loop, CallbackKind.UPDATE, context, stop):
+        stop.guard.beat(f"at the {callback.name} after step {loop.step}")
+        run_callback(loop, callback, context)
+        loop.state, loop.train_step = context.state, context.train_step
+        if (name := first_nonfinite_array(loop.state)) is not None:
+            reason = f"{name} is not finite after the {callback.name}"
+            log_event(loop, loop.step, f"stopped: {reason}", alert="diverged")
+            raise Diverged(f"{reason} after step {loop.step}; this state was not saved")
 
 
 def run_callback(
@@ -356,16 +363,15 @@ def log_event(loop: TrainLoop, step: int, text: str, *, alert: str = "") -> None
 
 
 def log_row(
-    loop: TrainLoop, step: int, row: dict[str, float], *, extended: bool = False
+    loop: TrainLoop, step: int, row: dict[str, float], *, always: bool = False
 ) -> dict[str, float]:
-    """Show a step's row, and give it to the tracker where it is due.
+    """Show a step's row, and give it to the tracker every `log_every` steps or
+    `always`.
 
-    Returns the row; where it was due, with the mean throughput since the last one.
-
-    `extended`: callbacks have added metrics, so the tracker always gets the row.
+    Returns the row; if the tracker got it, with the mean throughput since the last one.
     """
     loop.session.display.update(step, row)
-    if extended or step % loop.plan.log_every == 0:
+    if always or step % loop.plan.log_every == 0:
         row = row | loop.throughput.mean_since_last_call()
         loop.session.tracker.row(step, row)
     loop.last_logged_step = step
@@ -374,7 +380,7 @@ def log_row(
 
 def meta_of(loop: TrainLoop) -> dict[str, Any]:
     """Return the meta of the state after `loop.step`, without the state of the log."""
-    return loop.recovery.meta | {
+    return loop.meta | {
         "watchdog": loop.recovery.watchdog.state(),
         "unfinished": loop.unfinished,
         "totals": dataclasses.asdict(loop.totals(loop.step)),

@@ -71,7 +71,7 @@ def saved_task(meta: Mapping[str, Any], task: TrainTask) -> TrainTask:
     return task.in_precision(policy)
 
 
-def enter(checkpoint: Restored, task: TrainTask, seed: int) -> TrainState:
+def training_state(checkpoint: Restored, task: TrainTask, seed: int) -> TrainState:
     """Return a checkpoint's state in the form in which a task trains it.
 
     `seed`: see `enter_phase`.

@@ -101,13 +101,11 @@ class Recovery(NamedTuple):
         in use fits). The argument `state` is deleted.
       diagnose: `diagnose(state, batch, step)` returns a description of the first bad
         tensor of a step that is not finite.
-      meta: JSON values that are saved with every checkpoint.
     """
 
     watchdog: Watchdog
     restore: Callable[[TrainState, list[int]], tuple[TrainState, int, StepFn | None]]
     diagnose: Callable[[TrainState, Tokens, int], str]
-    meta: dict[str, Any]
 
 
 @dataclass
@@ -122,6 +120,7 @@ class TrainLoop:
       recovery: rollback and NaN diagnosis.
       throughput: counts tokens/s and MFU.
       totals: returns the totals after a step.
+      meta: JSON values that are saved with every checkpoint.
       state: the training state, on the devices.
       train_step: the step, compiled for `state`.
       step: steps taken so far, which is also the position in the data.
@@ -137,6 +136,7 @@ class TrainLoop:
     recovery: Recovery
     throughput: Throughput
     totals: Callable[[int], Totals]
+    meta: dict[str, Any]
     state: TrainState
     train_step: StepFn
     step: int

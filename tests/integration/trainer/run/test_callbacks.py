@@ -25,7 +25,8 @@ class Recording:
         self.callbacks, self.step, self.last_logged_step = callbacks, step, 0
         self.state, self.train_step = "state", "step"
         watchdog = SimpleNamespace(is_spiking=False, state=dict, finish=ignore)
-        self.recovery = SimpleNamespace(watchdog=watchdog, meta={})
+        self.recovery = SimpleNamespace(watchdog=watchdog)
+        self.meta = {}
         self.totals = lambda step: Totals(tokens=8 * step)
         self.throughput = SimpleNamespace(exclude=ignore, mean_since_last_call=dict)
         self.guard = SimpleNamespace(beat=ignore)
