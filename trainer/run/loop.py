@@ -110,7 +110,7 @@ def train(loop: TrainLoop) -> int:
 
 def take_steps(loop: TrainLoop, stop: StopRequest, profiler: "Profiler") -> None:
     """Take the steps of the phase; return early after a stop request."""
-    guard, watchdog = stop.guard, loop.recovery.watchdog
+    guard = stop.guard
     pending: PendingStep | None = None
     batches = loop.data.batches(loop.step)
     wait_started = time.perf_counter()
@@ -135,22 +135,29 @@ def take_steps(loop: TrainLoop, stop: StopRequest, profiler: "Profiler") -> None
         loop.step = step
         # All processes call `stop.requested` once a step, before any returns early.
         if stop.requested(f"in step {loop.step}") or needs_metrics_now(loop):
-            row = step_row(loop, pending)
-            # A weight can be infinite although loss and gradients are finite.
-            watchdog.check_state(loop.step, first_nonfinite_array(loop.state))
-            if watchdog.rollback_reason is not None:
-                recover(loop, pending, row)
-                # The row keeps the loss of the bad step; callbacks get the restored
-                # state.
-                row |= watchdog.row()
+            finish_step(loop, pending, tokens, stop)
             pending = None
-            run_callbacks(loop, row, tokens, stop)
         # Report a full disk now, not at the next save.
         loop.session.checkpointer.check()
         if stop.signal:
             return
         wait_started = time.perf_counter()
         guard.beat(f"waiting for the batch of step {loop.step + 1}")
+
+
+def finish_step(
+    loop: TrainLoop, pending: PendingStep, tokens: Tokens, stop: StopRequest
+) -> None:
+    """Wait for a step, roll back if its state is bad, and run the callbacks."""
+    watchdog = loop.recovery.watchdog
+    row = step_row(loop, pending)
+    # A weight can be infinite although loss and gradients are finite.
+    watchdog.check_state(loop.step, first_nonfinite_array(loop.state))
+    if watchdog.rollback_reason is not None:
+        recover(loop, pending, row)
+        # The row keeps the loss of the bad step; callbacks get the restored state.
+        row |= watchdog.row()
+    run_callbacks(loop, row, tokens, stop)
 
 
 def needs_metrics_now(loop: TrainLoop) -> bool:
