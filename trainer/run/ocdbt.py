@@ -26,8 +26,8 @@ class Node(NamedTuple):
     """The place of a node.
 
     Attributes:
-      directory: that of the files which the node refers to.
-      file: its file.
+      directory: prefix of the paths of the files that the node refers to.
+      file: path of its own file.
       offset: its first byte in the file.
       length: number of its bytes.
     """
@@ -116,19 +116,18 @@ class Fields:
         return shared, rest
 
     def files(self, directory: str) -> list[tuple[str, str]]:
-        """Return the directory and the name of each file that a node refers to.
+        """Return `Node.directory` and `Node.file` of the nodes in each file that a node
+        refers to.
 
-        Args:
-          directory: of the files, as the node above it says.
+        `directory`: that of the node.
         """
         shared, rest = self.name_lengths(self.number())
         directory_lengths = self.numbers(len(rest))
         files, name = [], b""
-        for begin, size, length in zip(shared, rest, directory_lengths, strict=True):
-            name = name[:begin] + self.take(size)
-            files.append(
-                (directory + name[:length].decode(), directory + name.decode())
-            )
+        for same, new, length in zip(shared, rest, directory_lengths, strict=True):
+            name = name[:same] + self.take(new)
+            prefix = name[:length].decode()
+            files.append((directory + prefix, directory + name.decode()))
         return files
 
     def nodes(self, count: int, files: list[tuple[str, str]]) -> list[Node]:
@@ -171,17 +170,17 @@ def check_index(folder: Path, most: int) -> None:
 
 def _roots(manifest: Fields) -> list[Node]:
     """Return the root of the newest version; none if it has no keys."""
-    manifest.take(16)  # identifies the index
+    manifest.take(16)  # uuid
     if manifest.number() != 0:
         raise ValueError("the versions are in other files")
-    manifest.numbers(2)
-    manifest.take(1)
+    manifest.numbers(2)  # max_inline_value_bytes, max_decoded_node_bytes
+    manifest.take(1)  # version_tree_arity_log2
     if manifest.number() != 0:
         manifest.take(4)  # the level of compression
     files = manifest.files("")
     versions = manifest.number()
-    manifest.numbers(versions)
-    manifest.take(versions)
+    manifest.numbers(versions)  # generation_number
+    manifest.take(versions)  # root_height
     return manifest.nodes(versions, files)[-1:]
 
 
