@@ -6,7 +6,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from trainer.bounds import Variants, annotations, check
@@ -125,6 +125,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def in_groups(key: str, groups: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `groups`, or inside one of them."""
+    return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 
 def _plain(value: Any) -> Any:

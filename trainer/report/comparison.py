@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.config.fields import in_groups
 from trainer.errors import UserError
 from trainer.files import read_file, well_formed, write_text
 from trainer.report.charts import SweepChart, SweepPoint
@@ -18,7 +19,6 @@ from trainer.report.differing_settings import (
     differing_alone,
     differing_among_first,
     differing_settings,
-    in_groups,
     matches_any,
     overridden,
 )

@@ -1,9 +1,10 @@
 """Settings that differ among runs: those that users set, and all others."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
+from trainer.config.fields import in_groups
 from trainer.report.run_records import RunRecords
 
 # Keys that change neither what is learned nor how fast.
@@ -78,11 +79,6 @@ def differing_settings(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
 def matches_any(key: str, patterns: Sequence[str]) -> bool:
     """Return whether a key matches one of these patterns."""
     return any(fnmatch(key, pattern) for pattern in patterns)
-
-
-def in_groups(key: str, groups: Iterable[str]) -> bool:
-    """Return whether a key is one of `groups`, or inside one of them."""
-    return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
 def differing_among_first(settings: Table, count: int) -> dict[str, Sequence[str]]:

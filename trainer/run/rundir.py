@@ -17,7 +17,7 @@ from typing import Any, Self
 import jax
 import yaml
 
-from trainer.config.fields import completed, flatten
+from trainer.config.fields import completed, flatten, in_groups
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -269,7 +269,7 @@ class RunDir:
         differing = {
             key: change
             for key, change in config_differences(self._saved_config(), config).items()
-            if in_group(key, fixed) or not may_change(key)
+            if in_groups(key, fixed) or not may_change(key)
         }
         if differing:
             hint = ""
@@ -308,7 +308,7 @@ class RunDir:
         changed = [
             change
             for key, change in config_differences(self._saved_config(), config).items()
-            if in_group(key, READ_AT_END)
+            if in_groups(key, READ_AT_END)
         ]
         if changed:
             raise UserError(
@@ -417,11 +417,6 @@ def config_differences(
 def may_change(key: str) -> bool:
     """Return whether a resumed run may have another value of a dotted key."""
     return any(fnmatch(key, pattern) for pattern in MAY_CHANGE)
-
-
-def in_group(key: str, names: Collection[str]) -> bool:
-    """Return whether names of keys and groups include a dotted key."""
-    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def normalized(key: str, value: Any) -> Any:
