@@ -37,7 +37,7 @@ from trainer.files import (
     well_formed,
     write_atomically,
 )
-from trainer.run.checkpoint_formats import FORMAT, READABLE, as_current, stored_name
+from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
 from trainer.run.metadata import (
     ADVICE,
     check_chunks,
@@ -512,9 +512,8 @@ class Checkpointer:
         placed = {
             name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)
         }
-        stored = {
-            stored_name(name, saved): leaf for name, leaf in placed.items() if leaf.size
-        }
+        stored_names = {name: saved[name].get(STORED_AS, name) for name in names}
+        stored = {stored_names[name]: x for name, x in placed.items() if x.size}
         args = ocp.args.PyTreeRestore(
             stored,
             restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -524,7 +523,7 @@ class Checkpointer:
             check_chunks(self.directory / str(step) / "state", stored)
             items = self._manager.restore(step, args=ocp.args.Composite(state=args))
             arrays = {
-                name: items["state"][stored_name(name, saved)]
+                name: items["state"][stored_names[name]]
                 if x.size
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
                 for name, x in placed.items()

@@ -42,15 +42,6 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def stored_name(name: str, leaves: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name under which the array of a leaf is stored; `leaves` are those of
-    a current manifest.
-    """
-    if name in leaves:
-        return str(leaves[name].get(STORED_AS, name))
-    return name
-
-
 def _add_missing_precision_keys(meta: Any) -> Any:
     """Return metadata with null for precision keys that did not exist when it was
     saved.

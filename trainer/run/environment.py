@@ -113,20 +113,16 @@ def write_environment(
     )
     values = environment() | facts
     values["overrides"] = " ".join(f"{key}={value}" for key, value in settings.items())
-    _append_facts(run_dir, values, "\n")
+    add_facts(run_dir, values, separator="\n")
 
 
-def add_facts(run_dir: Path, facts: dict[str, str]) -> None:
-    """Append facts of a new training phase to the last part of environment.txt.
+def add_facts(run_dir: Path, facts: dict[str, str], *, separator: str = "") -> None:
+    """Append facts to environment.txt, `separator` after those that are there.
 
     A reader takes the last line of each key. The first process writes it.
     """
-    if jax.process_index() == 0:
-        _append_facts(run_dir, facts, "")
-
-
-def _append_facts(run_dir: Path, facts: dict[str, str], separator: str) -> None:
-    """Append facts to environment.txt, `separator` after those that are there."""
+    if jax.process_index() > 0:
+        return
     text = "".join(
         f"{key}: {' '.join(value.splitlines())}\n" for key, value in facts.items()
     )
