@@ -105,6 +105,12 @@ def _digest(document: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the digest of its other values."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return {**content, "digest": _digest(content)}
+
+
 class Checkpointer:
     """The checkpoints of one run.
 
@@ -224,16 +230,15 @@ class Checkpointer:
             descriptions[name]["checksum"] = checksum
             if state_tree.is_key(leaf):
                 descriptions[name]["impl"] = str(jax.random.key_impl(leaf))
+        if val_loss is not None and not np.isfinite(val_loss):
+            val_loss = None  # it cannot be compared
         manifest = {
             "format": FORMAT,
             "step": step,
             "meta": dict(meta),
             "leaves": descriptions,
+            "val_loss": val_loss,
         }
-        if val_loss is not None and not np.isfinite(val_loss):
-            val_loss = None  # it cannot be compared
-        manifest["val_loss"] = val_loss
-        manifest["digest"] = _digest(manifest)
         if steps and step == steps[-1]:
             self._complete(step, manifest)
             return
@@ -242,7 +247,8 @@ class Checkpointer:
             name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf.size
         }
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(stored), manifest=ocp.args.JsonSave(manifest)
+            state=ocp.args.PyTreeSave(stored),
+            manifest=ocp.args.JsonSave(_sealed(manifest)),
         )
         self._saving = step
         try:
@@ -263,19 +269,19 @@ class Checkpointer:
         they changed the arrays (new scales), keep the old manifest, which stays
         `unfinished`, and add only the loss, which was measured before the change.
         """
-        folder, val_loss = self.directory / str(step), manifest["val_loss"]
+        folder = self.directory / str(step)
         file = folder / "manifest" / "metadata"
         saved = parse_json(read_file(file))
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         if saved["meta"].get("unfinished") is None:
             return
+        val_loss = manifest["val_loss"]
         if val_loss is None:
             val_loss = saved.get("val_loss")
-        new = dict(manifest if saved["leaves"] == manifest["leaves"] else saved)
-        del new["digest"]
-        new["val_loss"] = val_loss
-        new["digest"] = _digest(new)
+        if saved["leaves"] != manifest["leaves"]:
+            manifest = saved
+        completed = _sealed({**manifest, "val_loss": val_loss})
         self._saving = step
         try:
             if jax.process_index() == 0:
@@ -283,7 +289,7 @@ class Checkpointer:
                     (folder / "metrics").mkdir(exist_ok=True)
                     loss = json.dumps({"val_loss": val_loss})
                     write_atomically(folder / "metrics" / "metrics", loss)
-                write_atomically(file, json.dumps(new))
+                write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
         self._saving = None
