@@ -113,16 +113,17 @@ def check_same_precision(
 
 def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) -> None:
     """Refuse the state of another run that has moments of other parameters."""
+
+    def override_of(names: tuple[str, ...]) -> str:
+        return shlex.quote(f"train.trainable=[{','.join(names)}]")
+
     saved = saved_trainable(meta)
     if task._replace(trainable=saved).trained_roles != task.trained_roles:
-        saved_key, key = (
-            shlex.quote(f"train.trainable=[{','.join(names)}]")
-            for names in (saved, task.trainable)
-        )
         raise UserError(
-            f"resume={source} was trained with {saved_key}, this is {key}: its"
-            f" optimizer has moments of other parameters; set {saved_key}, or take the"
-            f" weights alone: {override('init_from', source)}"
+            f"resume={source} was trained with {override_of(saved)}, this is"
+            f" {override_of(task.trainable)}: its optimizer has moments of other"
+            f" parameters; set {override_of(saved)}, or take the weights alone:"
+            f" {override('init_from', source)}"
         )
 
 

@@ -160,7 +160,7 @@ def validate_metadata(
                 if key in meta:
                     converted(hint, meta[key], key)  # raises if it is invalid
             row = meta.get("unfinished")
-            if row is not None and not _is_unfinished(parse_json(row)):
+            if row is not None and not _is_step_row(parse_json(row)):
                 raise ValueError("its unfinished row is no row of a step")
             for name, leaf in leaves.items():
                 _check_leaf(name, leaf)
@@ -173,7 +173,7 @@ def validate_metadata(
     return result, dict(leaves)
 
 
-def _is_unfinished(row: Any) -> bool:
+def _is_step_row(row: Any) -> bool:
     return is_row(row) and isinstance(row.get("train/loss"), int | float)
 
 
