@@ -152,9 +152,10 @@ def with_new_scales(
 ) -> tuple[TrainState, StepFn, str] | None:
     """Return the state with new scales, the step compiled for it, and a message.
 
-    None: no weight needs a new scale. One weight with an error of
-    `MATRIX_MAX_LOG2_ERROR` or `VECTOR_MAX_LOG2_ERROR` triggers a rescale of all,
-    because the step is compiled again anyway.
+    None: no weight needs a new scale. The scales depend on the state alone, so that
+    resumed runs agree. One weight with an error of `MATRIX_MAX_LOG2_ERROR` or
+    `VECTOR_MAX_LOG2_ERROR` triggers a rescale of all, because the step is compiled
+    again anyway.
     """
     roles = jax.tree_util.tree_leaves_with_path(task.model.roles)
     matrices = {jax.tree_util.keystr(path) for path, role in roles if role.is_matrix}

@@ -17,6 +17,15 @@ from jax.extend.source_info_util import summarize
 
 from trainer.step.state_tree import leaf_names
 
+# Primitive -> the name of its parameter with the jaxpr that it calls.
+CALLED_JAXPR = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
 
 @dataclass(frozen=True)
 class NonFinite:
@@ -194,16 +203,6 @@ class _Search:
                 f"{path}/while[{i}]".lstrip("/"),
             )
             i += 1
-
-
-# Primitive -> the name of its parameter with the jaxpr that it calls.
-CALLED_JAXPR = {
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 
 
 def _is_float(x: Any) -> bool:
