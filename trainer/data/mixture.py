@@ -104,6 +104,69 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
         )
 
 
+class StageBlocks:
+    """The blocks of one stage. Samples are counted from the start of the stage.
+
+    Args:
+      weights: the weights of the sources.
+      samples: number of samples of the stage.
+      seed: the seed of the order inside blocks.
+    """
+
+    def __init__(self, weights: Sequence[float], samples: int, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+        shares = np.cumsum([0.0, *shares_of(weights)])
+        shares[-1] = 1.0
+        self._cumulative_shares = shares  # of sources 0 to k - 1, [K + 1]
+        # Rounded cumulative counts may give a source two samples too few: a block is so
+        # long that its share is two.
+        min_size = math.ceil(2 / min(filter(None, np.diff(shares))))
+        self._block_size = max(MIN_BLOCK, min_size)
+        full_blocks, remainder = divmod(samples, self._block_size)
+        # A remainder that is too short for all sources belongs to the block before it.
+        has_short_block = remainder >= min_size
+        self._last_block = max(0, full_blocks - 1 + has_short_block)
+
+    def cumulative_counts(self, samples: npt.ArrayLike) -> Ints:
+        """Return cumulative counts over sources, [..., K + 1].
+
+        Element k is the number of samples of sources 0 to k - 1 among the first
+        `samples`, a number of whole blocks.
+        """
+        column = np.asarray(samples, np.float64)[..., None]
+        return np.floor(column * self._cumulative_shares + 0.5).astype(np.int64)
+
+    def samples_per_source(self, samples: int) -> Ints:
+        """Return the samples of each source among the first `samples`, [K]."""
+        start = min(samples // self._block_size, self._last_block) * self._block_size
+        sources, _ = self.assign(np.arange(start, samples, dtype=np.int64))
+        counts = np.diff(self.cumulative_counts(start))
+        return counts + np.bincount(sources, minlength=len(counts))
+
+    def assign(self, sample: Ints) -> tuple[Ints, Ints]:
+        """Return the source of each sample [b] of the stage, and its index among the
+        samples of that source.
+        """
+        size, last = self._block_size, self._last_block
+        block = np.minimum(sample // size, last)
+        start = block * size
+        position = sample - start
+        # The last block has a length of its own.
+        end = np.where(block == last, self._samples, start + size)
+        # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
+        # A permutation maps positions to slots.
+        at_start = self.cumulative_counts(start)  # [b, K + 1]
+        slot_bounds = self.cumulative_counts(end) - at_start
+        slot = np.empty_like(sample)
+        for length in np.unique(end - start):
+            rows = end - start == length
+            slot[rows] = permute(self._seed, block[rows], position[rows], int(length))
+        source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
+        rows = np.arange(len(sample))
+        in_earlier_blocks = np.diff(at_start, axis=1)[rows, source]
+        return source, in_earlier_blocks + slot - slot_bounds[rows, source]
+
+
 class StageSampler:
     """A sampler that draws each source by its weight in the stage.
 
@@ -116,97 +179,42 @@ class StageSampler:
     def __init__(
         self, stages: Sequence[MixtureStage], batch_size: int, seed: int
     ) -> None:
-        self._seed, self._batch_size = seed, batch_size
-        # The first sample of each stage, and the number of its samples.
+        self._batch_size = batch_size
+        # The first sample of each stage.
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
-        self._lengths = [*np.diff(self._starts), np.iinfo(np.int64).max]
-        self._cumulative_shares = [  # of sources 0 to k - 1, [stages][K + 1]
-            np.cumsum([0.0, *(w / math.fsum(stage.weights) for w in stage.weights)])
-            for stage in stages
-        ]
-        self._block_sizes: list[int] = []
-        self._last_blocks: list[int] = []
-        for shares, length in zip(self._cumulative_shares, self._lengths, strict=True):
-            shares[-1] = 1.0
-            # Rounded cumulative counts may give a source two samples too few: a block
-            # is so long that its share is two.
-            min_size = math.ceil(2 / min(filter(None, np.diff(shares))))
-            size = max(MIN_BLOCK, min_size)
-            full_blocks, remainder = divmod(int(length), size)
-            # The index of the last block, counted from 0. A remainder that is too short
-            # for all sources belongs to the block before it.
-            has_short_block = remainder >= min_size
-            self._block_sizes.append(size)
-            self._last_blocks.append(max(0, full_blocks - 1 + has_short_block))
+        lengths = [*np.diff(self._starts).tolist(), np.iinfo(np.int64).max]
+        self._stages: list[StageBlocks] = []
         # The samples of each source before each stage, [stages][K].
         self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
-        for i, length in enumerate(self._lengths[:-1]):
-            counts = np.diff(self._cumulative_counts(i, length))
+        for i, (stage, length) in enumerate(zip(stages, lengths, strict=True)):
+            self._stages.append(StageBlocks(stage.weights, length, seed + i))
+        for blocks, length in zip(self._stages, lengths[:-1], strict=False):
+            counts = np.diff(blocks.cumulative_counts(length))
             self._earlier_samples.append(self._earlier_samples[-1] + counts)
-
-    def _cumulative_counts(self, stage: int, samples: npt.ArrayLike) -> Ints:
-        """Return cumulative counts over sources, [..., K + 1].
-
-        Element k is the number of samples of sources 0 to k - 1 among the stage's first
-        `samples`.
-        """
-        column = np.asarray(samples, np.float64)[..., None]
-        counts = column * self._cumulative_shares[stage]
-        return np.floor(counts + 0.5).astype(np.int64)
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
         """Return the source of each sample [b] of the run, and its index among the
         samples of that source.
         """
-        stage = np.searchsorted(self._starts, sample, side="right") - 1
+        stage = self._stage_of(sample)
         source, index = np.empty_like(sample), np.empty_like(sample)
         for i in np.unique(stage):
             rows = stage == i
-            source[rows], index[rows] = self._assign_in_stage(
-                int(i), sample[rows] - self._starts[i]
-            )
+            sources, indices = self._stages[i].assign(sample[rows] - self._starts[i])
+            source[rows] = sources
+            index[rows] = self._earlier_samples[i][sources] + indices
         return source, index
-
-    def _assign_in_stage(self, stage: int, sample: Ints) -> tuple[Ints, Ints]:
-        """Do as `assign` for samples that are counted from the start of a stage."""
-        size, last = self._block_sizes[stage], self._last_blocks[stage]
-        block = np.minimum(sample // size, last)
-        start = block * size
-        position = sample - start
-        # The last block has a length of its own.
-        end = np.where(block == last, self._lengths[stage], start + size)
-        # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
-        # A permutation maps positions to slots.
-        at_start = self._cumulative_counts(stage, start)  # [b, K + 1]
-        slot_bounds = self._cumulative_counts(stage, end) - at_start
-        slot = np.empty_like(sample)
-        for length in np.unique(end - start):
-            rows = end - start == length
-            slot[rows] = permute(
-                self._seed + stage, block[rows], position[rows], int(length)
-            )
-        source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
-        rows = np.arange(len(sample))
-        # Samples of the source in earlier stages, in earlier blocks, and in this block.
-        in_stages = self._earlier_samples[stage][source]
-        in_blocks = np.diff(at_start, axis=1)[rows, source]
-        in_block = slot - slot_bounds[rows, source]
-        return source, in_stages + in_blocks + in_block
 
     def samples_per_source(self, step: int) -> Ints:
         """Return the samples of each source in the first `step` steps, [K]."""
-        counts = np.zeros(len(self._earlier_samples[0]), np.int64)
         end = step * self._batch_size
-        for i, (start, after) in enumerate(itertools.pairwise([*self._starts, end])):
-            samples = min(int(after), end) - int(start)
-            if samples > 0:
-                size = self._block_sizes[i]
-                in_full_blocks = min(samples // size, self._last_blocks[i]) * size
-                last_block = np.arange(in_full_blocks, samples, dtype=np.int64)
-                sources, _ = self._assign_in_stage(i, last_block)
-                counts += np.diff(self._cumulative_counts(i, in_full_blocks))
-                counts += np.bincount(sources, minlength=len(counts))
-        return counts
+        stage = int(self._stage_of(end))
+        in_stage = end - int(self._starts[stage])
+        counts = self._stages[stage].samples_per_source(in_stage)
+        return self._earlier_samples[stage] + counts
+
+    def _stage_of(self, sample: npt.ArrayLike) -> Ints:
+        return np.searchsorted(self._starts, sample, side="right") - 1
 
 
 class ReplicaSampler:
@@ -253,7 +261,7 @@ class ValidationSampler:
 
     def __init__(self, weights: Sequence[float], batch_size: int, batches: int) -> None:
         samples = batch_size * batches
-        shares = np.array(weights) / math.fsum(weights)
+        shares = shares_of(weights)
         counts = np.ceil(samples * shares).astype(np.int64)
         source = np.repeat(np.arange(len(counts)), counts)
         index = np.concatenate([np.arange(count) for count in counts])
@@ -327,9 +335,9 @@ class MixedManifest(Manifest):
         return [count for manifest in self.manifests for count in manifest.byte_counts]
 
 
-def shares_of(stage: MixtureStage) -> npt.NDArray[np.float64]:
-    """Return the weights of a stage, divided by their sum."""
-    return np.array(stage.weights) / math.fsum(stage.weights)
+def shares_of(weights: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Return weights divided by their sum."""
+    return np.array(weights) / math.fsum(weights)
 
 
 def samples_per_epoch(sources: Mapping[str, ShardLoader], stage: MixtureStage) -> int:
@@ -337,7 +345,9 @@ def samples_per_epoch(sources: Mapping[str, ShardLoader], stage: MixtureStage) -
     return int(
         min(
             source.windows / share
-            for source, share in zip(sources.values(), shares_of(stage), strict=True)
+            for source, share in zip(
+                sources.values(), shares_of(stage.weights), strict=True
+            )
             if share
         )
     )
@@ -362,7 +372,7 @@ class Mixture:
       sampler: assigns samples to sources.
       shares: the shares of the sources in `documents`.
       batch_size: B.
-      steps_per_epoch: full batches until the first source is exhausted.
+      steps_per_epoch: full batches until the first source is exhausted; at least 1.
     """
 
     def __init__(
@@ -377,11 +387,9 @@ class Mixture:
     ) -> None:
         self.sources, self.manifest, self.sampler = dict(sources), manifest, sampler
         first_source = next(iter(sources.values()))
-        self.context, self.document_mask = (
-            first_source.context,
-            first_source.document_mask,
-        )
-        self.batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
+        self.context = first_source.context
+        self.document_mask = first_source.document_mask
+        self.batch_size, self.steps_per_epoch = batch_size, steps_per_epoch
         self.tokens = sum(source.tokens for source in sources.values())
         self._shares = list(shares)
 
@@ -405,7 +413,9 @@ class Mixture:
           sampler: assigns samples to sources in equal shares; None: `stages` do.
         """
         batch_size = next(iter(sources.values())).batch_size
-        shares = np.mean([shares_of(stage) for stage in stages], axis=0).tolist()
+        shares = np.mean(
+            [shares_of(stage.weights) for stage in stages], axis=0
+        ).tolist()
         if sampler is not None:
             shares = [1 / len(sources)] * len(sources)
         samples = samples_per_epoch(sources, stages[-1])
@@ -449,15 +459,10 @@ class Mixture:
             sources,
             manifest,
             ValidationSampler(stage.weights, rows, steps),
-            shares_of(stage).tolist(),
+            shares_of(stage.weights).tolist(),
             batch_size=rows,
             steps_per_epoch=steps,
         )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Full batches until the first source is exhausted; at least 1."""
-        return self._steps_per_epoch
 
     def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
         """See `Loader`. Sources are interleaved by their mean shares over stages."""
