@@ -1,7 +1,6 @@
 """Encode batches of texts into tokens of each split, in order, on several threads."""
 
 import hashlib
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,6 +67,10 @@ class EncodedTexts(NamedTuple):
     position: Position
     chars: int
 
+    def token_count(self) -> int:
+        """Wait for the tokens, and return their number."""
+        return sum(len(array) for split in self.splits for array in split.arrays())
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -107,31 +110,32 @@ class Encoder:
         if budget is not None and budget <= 0:
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
-        ahead: deque[tuple[TextBatch, EncodedTexts]] = deque()
         try:
-            # The Nones at the end drain the queue.
-            for next_batch in itertools.chain(source, [None] * BATCHES_AHEAD):
-                if next_batch is not None:
-                    encoded = self._submit(pool, next_batch, chars)
-                    chars = encoded.chars
-                    ahead.append((next_batch, encoded))
-                if ahead and (next_batch is None or len(ahead) == BATCHES_AHEAD):
-                    batch, encoded = ahead.popleft()
-                    if budget is not None:
-                        size = 0
-                        for split in encoded.splits:
-                            size += sum(map(len, split.arrays()))
-                        if size >= budget:
-                            # Encode the batch again, up to the document that reaches
-                            # the budget.
-                            start = encoded.chars - sum(map(len, batch.texts))
-                            batch = self._until_budget(batch, budget)
-                            yield self._submit(pool, batch, start)
-                            return
-                        budget -= size
-                    yield encoded
+            for batch, encoded in self._encode_ahead(pool, source, chars):
+                if budget is not None:
+                    tokens = encoded.token_count()
+                    if tokens >= budget:
+                        start = encoded.chars - sum(map(len, batch.texts))
+                        first_documents = self._until_budget(batch, budget)
+                        yield self._submit(pool, first_documents, start)
+                        return
+                    budget -= tokens
+                yield encoded
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _encode_ahead(
+        self, pool: ThreadPoolExecutor, source: Iterator[TextBatch], chars: int
+    ) -> Iterator[tuple[TextBatch, EncodedTexts]]:
+        """Yield each batch and its tokens, while the pool encodes the next batches."""
+        ahead: deque[tuple[TextBatch, EncodedTexts]] = deque()
+        for batch in source:
+            encoded = self._submit(pool, batch, chars)
+            chars = encoded.chars
+            ahead.append((batch, encoded))
+            if len(ahead) == BATCHES_AHEAD:
+                yield ahead.popleft()
+        yield from ahead
 
     def _submit(
         self, pool: ThreadPoolExecutor, batch: TextBatch, start: int
@@ -142,15 +146,15 @@ class Encoder:
             texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
-        # A piece sees only text of its own split: characters of the validation part
-        # before this batch, and of the training part after it. Documents have no text
-        # around them.
-        val_before = train_after = 0
+        # A piece sees only text of its own split. Documents have no text around them.
+        val_preceding = train_following = ""
         if cut is not None:
-            val_before, train_after = max(0, -cut), max(0, cut - sum(map(len, texts)))
-        val_preceding = batch.preceding[-val_before:] if val_before else ""
+            val_start = len(batch.preceding) + min(0, cut)
+            val_preceding = batch.preceding[max(0, val_start) :]
+            train_chars_after = max(0, cut - sum(map(len, texts)))
+            train_following = batch.following[:train_chars_after]
         train = self._encode_split(
-            pool, "train", train_texts, batch.preceding, batch.following[:train_after]
+            pool, "train", train_texts, batch.preceding, train_following
         )
         val = self._encode_split(pool, "val", val_texts, val_preceding, batch.following)
         # 1 if a text was cut in two: it counts as one document.
