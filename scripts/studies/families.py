@@ -40,6 +40,7 @@ from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import read_object, write_atomically
 from trainer.models import huggingface
+from trainer.models.blocks import stack_layers
 from trainer.models.family import Spec
 from trainer.models.flops import flops_per_token, linear_sizes, param_count
 from trainer.models.registry import family_of
@@ -216,7 +217,7 @@ def beside_transformers(family: str) -> Row:
             _, reread = reader.huggingface.load(Path(written), None)
         computed = {
             "unrolled": logits(spec, params, ids),
-            "scanned": logits(scanned, reader.stack_layers(params), ids),
+            "scanned": logits(scanned, stack_layers(params), ids),
             "cache": decoded(spec, params, ids),
             "written": logits(spec, reread, ids),
         }

@@ -17,6 +17,7 @@ from trainer.assembly.build import build_model
 from trainer.assembly.saved_model import open_checkpoint
 from trainer.errors import UserError
 from trainer.model import Model
+from trainer.models.blocks import unstack_layers
 from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.layers import DotGeneral, Linear
 from trainer.models.model_functions import Params
@@ -89,11 +90,11 @@ def fp8_kernels(model: Model, params: Params, scaling: Any) -> dict[str, Fp8Kern
       params: as they are stored, with static scales.
       scaling: of the state.
     """
-    method, family, spec = model.policy.method, model.family, model.spec
+    method, spec = model.policy.method, model.spec
     arguments = method.arguments(scaling)
     if spec.scan_layers:
-        params = family.unstack_layers(params)
-        arguments = {k: family.unstack_layers(v) for k, v in arguments.items()}
+        params = unstack_layers(params)
+        arguments = {k: unstack_layers(v) for k, v in arguments.items()}
     unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
     model = Model.make(unrolled, model.policy, model.rows)
     input_scales = propagated_scales(model, params, arguments)

@@ -4,7 +4,7 @@ Legend: N = B*T tokens, D model, L layers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -41,6 +41,24 @@ def make_blocks(make: Make, key: jax.Array, n_layer: int, *, scan: bool) -> Any:
         return nnx.vmap(lambda key: make("*", key))(keys_L)
     # Iterating is one operation; `keys_L[i]` would be another one for each layer.
     return nnx.List([make(str(i), key) for i, key in enumerate(keys_L)])
+
+
+def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Stack the parameters of unrolled layers along a leading axis L."""
+    blocks = params[BLOCKS]
+    layers = [blocks[i] for i in range(len(blocks))]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return {**params, BLOCKS: stacked}
+
+
+def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `stack_layers`."""
+    stacked = params[BLOCKS]
+    n_layer = jax.tree.leaves(stacked)[0].shape[0]
+    layers = {
+        i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(n_layer)
+    }
+    return {**params, BLOCKS: layers}
 
 
 def apply_blocks(

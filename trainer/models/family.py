@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 
-from trainer.models.blocks import BLOCKS
 from trainer.models.model_functions import ModelFunctions, Params
 
 
@@ -183,24 +181,3 @@ class Family:
     check_tensor: Callable[[Any, int, int], None]
     huggingface: HuggingFace
     matmul_sizes: Callable[[Any, Sizes], Sizes] = lambda spec, sizes: sizes
-
-    def stack_layers(self, params: Mapping[str, Any]) -> Params:
-        """Stack the parameters of unrolled layers along a leading axis L."""
-        blocks = params[BLOCKS]
-        layers = [blocks[i] for i in range(len(blocks))]
-        return {
-            **params,
-            BLOCKS: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-        }
-
-    def unstack_layers(self, params: Mapping[str, Any]) -> Params:
-        """Invert `stack_layers`."""
-        stacked = params[BLOCKS]
-        n_layer = jax.tree.leaves(stacked)[0].shape[0]
-        return {
-            **params,
-            BLOCKS: {
-                i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
-                for i in range(n_layer)
-            },
-        }

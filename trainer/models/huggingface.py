@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from trainer.errors import UserError
 from trainer.files import read_object, well_formed
+from trainer.models.blocks import unstack_layers
 from trainer.models.family import Family, Spec
 from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.model_functions import Params
@@ -93,7 +94,7 @@ def save(
     """
     family = family_of(spec)
     if spec.scan_layers:
-        params = family.unstack_layers(params)
+        params = unstack_layers(params)
         spec = dataclasses.replace(spec, scan_layers=False)
     if fp8 is not None:
         params = with_kernels(params, family.build(spec).roles, fp8)

@@ -20,7 +20,7 @@ from scalify_core.numerics.formats import FloatFormat
 from scalify_core.static import cast_on_forward
 from trainer.errors import UserError
 from trainer.model import Model
-from trainer.models.registry import family_of
+from trainer.models.blocks import unstack_layers
 from trainer.models.roles import role_of
 from trainer.observe.progress import log_first_duration
 from trainer.precision.arrays import with_prepared_operands
@@ -196,7 +196,7 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
     """Return the model and its parameters with unrolled layers, without remat."""
     spec = model.spec
     if spec.scan_layers:
-        params = family_of(spec).unstack_layers(params)
+        params = unstack_layers(params)
     unrolled_spec = dataclasses.replace(spec, scan_layers=False, remat="none")
     return Model.make(
         unrolled_spec, model.policy, model.rows, loss_boundary_id=model.loss_boundary_id

@@ -25,6 +25,7 @@ from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
 from trainer.files import ORIGIN, directory_of
 from trainer.models import huggingface
+from trainer.models.blocks import stack_layers
 from trainer.models.family import Spec
 from trainer.models.model_functions import Params
 from trainer.models.registry import family_of
@@ -139,11 +140,10 @@ def weights_of_huggingface(
     if tokenizer is not None:
         comparison = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
     check_weights_fit(key, architecture(saved_spec), spec, comparison)
-    family = family_of(spec)
     if spec.scan_layers:
-        params = family.stack_layers(params)
+        params = stack_layers(params)
     check_weights_finite(key, params)
-    origin = f"{source} (Hugging Face, {family.name})"
+    origin = f"{source} (Hugging Face, {family_of(spec).name})"
     line = describe_weights(origin, params, comparison, saved_spec.context, spec)
     return params, line
 

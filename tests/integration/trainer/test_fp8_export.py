@@ -19,6 +19,7 @@ from trainer.assembly.saved_model import restore_training
 from trainer.cli.commands import run
 from trainer.errors import UserError
 from trainer.model import Model
+from trainer.models.blocks import unstack_layers
 from trainer.models.gpt2.huggingface import LAYOUT
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.huggingface import save
@@ -90,7 +91,7 @@ def test_an_export_gives_the_logits_of_the_run_bit_for_bit(preset, spec, tmp_pat
     save(tmp_path, spec, asarray(params), fp8=kernels)
 
     unrolled = dataclasses.replace(spec, scan_layers=False)
-    like = model.family.unstack_layers(params) if spec.scan_layers else params
+    like = unstack_layers(params) if spec.scan_layers else params
     reader = Model.make(unrolled, model.policy)
     read = fp8_reader.logits(tmp_path, reader, layout(spec), like, tokens_of(spec))
     np.testing.assert_array_equal(read, trained_logits(model, params, scaling))

@@ -21,7 +21,7 @@ from small_models import (
 
 from scalify_core import asarray, scalify
 from scalify_core.optim.weights import scaled_params
-from trainer.models.registry import family_of
+from trainer.models.blocks import stack_layers, unstack_layers
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
 UNTIED = dataclasses.replace(LLAMA, tied=False)
@@ -83,15 +83,15 @@ def test_loss_is_the_cross_entropy_of_the_logits(spec):
 
 @pytest.mark.parametrize(("spec", "mlp"), [(GPT2, "gelu"), (LLAMA, "smooth_swiglu")])
 def test_scanned_layers_equal_unrolled_ones_from_the_same_key(spec, mlp):
-    spec, family = dataclasses.replace(spec, mlp=mlp), family_of(spec)
+    spec = dataclasses.replace(spec, mlp=mlp)
     params, loss_and_grads, _ = compiled(spec)
     stacked, loss_and_grads_scanned, _ = compiled(
         dataclasses.replace(spec, scan_layers=True)
     )
-    jax.tree.map(np.testing.assert_array_equal, family.stack_layers(params), stacked)
-    jax.tree.map(np.testing.assert_array_equal, family.unstack_layers(stacked), params)
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(params), stacked)
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), params)
     loss, grads = loss_and_grads(params)
-    assert_close((loss, family.stack_layers(grads)), loss_and_grads_scanned(stacked))
+    assert_close((loss, stack_layers(grads)), loss_and_grads_scanned(stacked))
 
 
 @pytest.mark.parametrize(

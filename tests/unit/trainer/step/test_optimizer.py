@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from trainer.models.gpt2.family import FAMILY
+from trainer.models.blocks import unstack_layers
 from trainer.models.roles import Role
 from trainer.step.clip_and_decay import optimizer_chain
 from trainer.step.optimizers import OPTIMIZERS
@@ -105,9 +105,8 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
             update, state = tx.update(grads, state, params, grad_norm=norm)
         return update
 
-    unstack = FAMILY.unstack_layers
-    actual = unstack(updates(grads, stacked, roles))
-    expected = updates(unstack(grads), unstack(stacked), unrolled)
+    actual = unstack_layers(updates(grads, stacked, roles))
+    expected = updates(unstack_layers(grads), unstack_layers(stacked), unrolled)
     # Sums of 128 x 130 squares in another order; muon's iteration multiplies matrices
     # of 128.
     tolerance = 128 * EPS * (16 if name == "muon" else 1)
