@@ -30,20 +30,18 @@ class Layout(NamedTuple):
 
     Attributes:
       table: Hugging Face's name of the token table.
-      roots: starts of names from which a file may leave out `root_prefix`.
-      root_prefix: the prefix that these names have in full.
+      roots: starts of names from which a file may leave out `prefix`.
+      prefix: the prefix that these names have in full.
       buffers: matches names of tensors that are no weights.
-      names: our names of modules -> Hugging Face's, where they differ.
-      prefix: the prefix of all names.
+      modules: our names of modules -> Hugging Face's, where they differ.
       transposed: whether Hugging Face's kernels are [out, in]; ours are [in, out].
     """
 
     table: str
     roots: tuple[str, ...]
-    root_prefix: str
+    prefix: str
     buffers: re.Pattern[str]
-    names: Mapping[str, str] = {}
-    prefix: str = ""
+    modules: Mapping[str, str]
     transposed: bool = False
 
 
@@ -72,9 +70,8 @@ def load_params(
     if config.is_file():
         scales = Fp8ScaleLayout.from_config(read_object(config))
         check_sizes(path, spec.architecture())
-    named = with_prefix(
-        path, read_tensors(path, scales), layout.root_prefix, layout.roots
-    )
+    tensors = read_tensors(path, scales)
+    named = with_prefix(path, tensors, layout.prefix, layout.roots)
     tensors = {
         name: tensor
         for name, tensor in named.items()
@@ -92,15 +89,14 @@ def named_leaves(
 
     `h.0.ln_1.scale` is `h.0.ln_1.weight`.
     """
-    # An FP8 kernel is one leaf beside its role.
     leaves = jax.tree.map(lambda role, leaf: (role, leaf), model.roles, params)
     for path, (role, leaf) in jax.tree_util.tree_leaves_with_path(
         leaves, is_leaf=lambda node: isinstance(node, tuple)
     ):
         *modules, leaf_name = (entry.key for entry in path)
-        parts = [layout.names.get(module, str(module)) for module in modules]
+        parts = [layout.modules.get(module, str(module)) for module in modules]
         parts.append("bias" if leaf_name == "bias" else "weight")
-        yield layout.prefix + ".".join(parts), role, leaf
+        yield ".".join(parts), role, leaf
 
 
 def to_params(

@@ -75,25 +75,10 @@ def read_tensors(
     tensors: dict[str, np.ndarray] = {}
     file_of: dict[str, Path] = {}
     for file in files:
-        check_regular(file)
-        try:
-            file_tensors = load_file(file) if fp8 is None else load_fp8_file(file)
-        except AttributeError as error:  # NumPy lacks the dtype
-            problem = f"{error}, which is not read"
-            if fp8 is None:
-                problem = unscaled_tensor(file)
-            raise UserError(
-                f"{file}: {problem}; give weights in float32, float16 or bfloat16"
-            ) from error
-        except SafetensorError as error:
-            raise UserError(
-                f"{file} is not a complete safetensors file ({error}); download or copy"
-                " it again"
-            ) from error
         # The index decides between copies of a tensor in several files.
         file_tensors = {
             name: tensor
-            for name, tensor in file_tensors.items()
+            for name, tensor in read_tensor_file(file, fp8).items()
             if file_names.get(name, file.name) == file.name
         }
         repeated = sorted(file_tensors.keys() & file_of.keys())
@@ -119,6 +104,25 @@ def read_tensors(
         tensors = fp8.widen(path, tensors)
         check_tensor_names(path, tensors)
     return tensors
+
+
+def read_tensor_file(file: Path, fp8: Fp8ScaleLayout | None) -> dict[str, np.ndarray]:
+    """Return all tensors of a safetensors file, by name; see `read_tensors`."""
+    check_regular(file)
+    try:
+        return load_file(file) if fp8 is None else load_fp8_file(file)
+    except AttributeError as error:  # NumPy lacks the dtype
+        problem = f"{error}, which is not read"
+        if fp8 is None:
+            problem = unscaled_tensor(file)
+        raise UserError(
+            f"{file}: {problem}; give weights in float32, float16 or bfloat16"
+        ) from error
+    except SafetensorError as error:
+        raise UserError(
+            f"{file} is not a complete safetensors file ({error}); download or copy it"
+            " again"
+        ) from error
 
 
 def unscaled_tensor(file: Path) -> str:
@@ -236,9 +240,7 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
     """
     files = [*source.glob("*.safetensors")] if source.is_dir() else [source]
     file_bytes = sum(file.stat().st_size for file in files)
-    layers, width, ids = map(
-        int, (sizes["n_layer"], sizes["d_model"], sizes["vocab_size"])
-    )
+    layers, width, ids = (int(sizes[k]) for k in ("n_layer", "d_model", "vocab_size"))
     # Each layer has a matrix with the width as one side, and this as the other.
     widest = max(width, *(int(sizes.get(key) or 0) for key in ("d_mlp", "head_dim")))
     needed_bytes = layers * width * widest + ids * width

@@ -35,12 +35,13 @@ REQUIRED = {
 # Causal masks in old files are not weights.
 BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
+ROOT_MODULES = ("wte", "wpe", "h", "ln_f")
 LAYOUT = Layout(
     table="transformer.wte.weight",
-    roots=("wte.", "wpe.", "h.", "ln_f."),
-    root_prefix=PREFIX,
-    buffers=BUFFERS,
+    roots=tuple(f"{module}." for module in ROOT_MODULES),
     prefix=PREFIX,
+    buffers=BUFFERS,
+    modules={module: PREFIX + module for module in ROOT_MODULES},
 )
 
 

@@ -32,11 +32,13 @@ class ConfigFormat:
       fixed: the only valid values of keys that a file may have; exports write them.
         With other values this model would not compute the same function.
       defaults: transformers' defaults of keys that a file may leave out.
+      rope_theta: transformers' default of the base of the rotary frequencies.
       modules: our names of modules -> their names in the weights, where these differ
         from Llama's.
-      window: the layers with a sliding window: none; all of them, which is supported
-        ("all"); or, where use_sliding_window is true, all of them ("switched") or those
-        after the first max_window_layers.
+      window: the layers with a sliding window: "none", or "all", which is supported.
+        "switched": all of them if the file has use_sliding_window=true.
+        "switched_after_first_layers": then only those after the first
+        max_window_layers.
     """
 
     model_type: str
@@ -45,6 +47,7 @@ class ConfigFormat:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     window: Window = "none"
+    rope_theta: float = 10_000.0
 
     @property
     def has_window_switch(self) -> bool:
@@ -63,35 +66,13 @@ SIZES = {
 
 
 def fields_from_config(
-    file_config: Mapping[str, Any], config_format: ConfigFormat
+    config: Mapping[str, Any], config_format: ConfigFormat
 ) -> dict[str, Any]:
     """Return LlamaSpec's fields of a config.json; see `LlamaSpec.from_config`."""
-    defaults = dict(config_format.defaults)
-    # `rope_of` applies this default, as rope_theta may also be in rope_parameters.
-    default_theta = defaults.pop("rope_theta", 10_000.0)
-    config = {**defaults, **file_config}
-    if config.get("hidden_act") == "swish":  # transformers' other name of silu
-        config["hidden_act"] = "silu"
-    required = {
-        "model_type": config_format.model_type,
-        "is_causal": True,
-        **config_format.fixed,
-    }
-    for key, valid in required.items():
-        if config.get(key, valid) != valid:
-            raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
+    check_fixed(config, config_format)
     Fp8ScaleLayout.from_config(config)  # raises for other quantizations
     check_unquantized(config)
-    architecture = config_format.architecture
-    # A tied checkpoint may be saved without its head, as `LlamaModel`.
-    headless = architecture.replace("ForCausalLM", "Model")
-    named = config.get("architectures") or []
-    # Early conversions wrote LLaMAForCausalLM.
-    names = [str(name).lower() for name in named] if isinstance(named, list) else named
-    if names not in ([], [architecture.lower()], [headless.lower()]):
-        raise UserError(
-            f"architectures={named!r} is not supported; valid: {[architecture]!r}"
-        )
+    check_architectures(config, config_format.architecture)
     sizes: dict[str, Any] = {
         field_name: whole_number(config, key) for key, field_name in SIZES.items()
     }
@@ -102,7 +83,7 @@ def fields_from_config(
     else:
         head_dim = whole_number(config, "head_dim")
     check_layers(config, config_format, sizes["n_layer"])
-    theta, scaling = rope_of(config, default_theta)
+    theta, scaling = rope_of(config, config_format.rope_theta)
     return {
         **sizes,
         "context": whole_number(config, "max_position_embeddings", 2048),
@@ -113,6 +94,33 @@ def fields_from_config(
         "norm_eps": number(config, "rms_norm_eps", 1e-6),
         "tied": boolean(config, "tie_word_embeddings", default=False),
     }
+
+
+def check_fixed(config: Mapping[str, Any], config_format: ConfigFormat) -> None:
+    """Raise UserError for a value other than the only valid one."""
+    required = {
+        "model_type": config_format.model_type,
+        "is_causal": True,
+        **config_format.fixed,
+    }
+    for key, valid in required.items():
+        # transformers' other name of silu is swish.
+        accepted = ("silu", "swish") if valid == "silu" else (valid,)
+        if config.get(key, valid) not in accepted:
+            raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
+
+
+def check_architectures(config: Mapping[str, Any], architecture: str) -> None:
+    """Raise UserError for another class of transformers than this one."""
+    # A tied checkpoint may be saved without its head, as `LlamaModel`.
+    headless = architecture.replace("ForCausalLM", "Model")
+    classes = config.get("architectures") or []
+    # Early conversions wrote LLaMAForCausalLM.
+    valid = ([], [architecture.lower()], [headless.lower()])
+    if not isinstance(classes, list) or [str(c).lower() for c in classes] not in valid:
+        raise UserError(
+            f"architectures={classes!r} is not supported; valid: {[architecture]!r}"
+        )
 
 
 def check_layers(

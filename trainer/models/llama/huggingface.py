@@ -82,9 +82,9 @@ def layout_of(spec: LlamaSpec) -> Layout:
     return Layout(
         table=TABLE,
         roots=("embed_tokens.", "layers.", "norm.", "rotary_emb."),
-        root_prefix="model.",
+        prefix="model.",
         buffers=BUFFERS,
-        names={**MODULES, **spec.config_format.modules},
+        modules={**MODULES, **spec.config_format.modules},
         transposed=True,
     )
 

@@ -168,6 +168,7 @@ class LlamaSpec:
           UserError: a key is missing or damaged, or the model is a variant that is not
             implemented.
         """
+        config = {**cls.config_format.defaults, **config}
         return cls(
             **fields_from_config(config, cls.config_format), **cls.extra_fields(config)
         )

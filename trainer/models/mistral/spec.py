@@ -47,10 +47,8 @@ class MistralSpec(LlamaSpec):
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`."""
-        defaults = cls.config_format.defaults
         # `check_layers` has checked that all layers are of one kind.
         kinds = config.get("layer_types") or ["sliding_attention"]
-        config = {**defaults, **config}
         if config["sliding_window"] is None or "sliding_attention" not in kinds:
             return {"window": None}
         return {"window": whole_number(config, "sliding_window")}

@@ -36,9 +36,9 @@ class SmolLM3Spec(LlamaSpec):
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "tie_word_embeddings": True,
-            "rope_theta": 2_000_000.0,
         },
         window="switched",
+        rope_theta=2_000_000.0,
     )
 
     unrotated_every: Natural = 4
@@ -59,7 +59,6 @@ class SmolLM3Spec(LlamaSpec):
     @classmethod
     def extra_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `LlamaSpec`; only every n-th layer may lack rotary positions."""
-        config = {**cls.config_format.defaults, **config}
         layers = whole_number(config, "num_hidden_layers")
         # Despite the key's name, 1 stands for a layer with rotary positions.
         flags = config.get("no_rope_layers")
