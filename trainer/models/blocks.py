@@ -130,18 +130,20 @@ def _apply_gathered(
     waits for. The backward pass gathers them again, and recomputes the block.
     """
     n_layer = jax.tree.leaves(shards)[0].shape[0]
-    number_L = jnp.arange(n_layer)
+    layer_index_L = jnp.arange(n_layer)
 
-    def gather_layer(shards_L: Any, number: jax.Array | int) -> Any:
-        """Return the weights of layer `number`, in the formats that are sent."""
+    def gather_layer(shards_L: Any, layer_index: jax.Array | int) -> Any:
+        """Return the weights of `layer_index`, in the formats that are sent."""
         shard = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, number, 0, False), shards_L
+            lambda x: lax.dynamic_index_in_dim(x, layer_index, 0, False), shards_L
         )
         return layer_comm.gather(shard)
 
     def to_dtypes(weights: Any) -> Any:
         """Return a layer's weights in the dtypes of its shards."""
-        return jax.tree.map(lambda w, x: w.astype(x.dtype), weights, shards)
+        return jax.tree.map(
+            lambda weight, shard: weight.astype(shard.dtype), weights, shards
+        )
 
     @jax.custom_vjp
     def apply(
@@ -153,34 +155,38 @@ def _apply_gathered(
         shards_L: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
     ) -> tuple[jax.Array, Any]:
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
-            (x_NxD, weights), (number, entry) = carry, inputs
-            next_weights = gather_layer(shards_L, jnp.minimum(number + 1, n_layer - 1))
+            (x_NxD, weights), (layer_index, entry) = carry, inputs
+            next_weights = gather_layer(
+                shards_L, jnp.minimum(layer_index + 1, n_layer - 1)
+            )
             y_NxD = run(x_NxD, to_dtypes(weights), shared, entry)
             return (y_NxD, next_weights), x_NxD
 
         first = x_NxD, gather_layer(shards_L, 0)
-        (y_NxD, last_weights), x_LxNxD = lax.scan(step, first, (number_L, per_layer))
-        # With the last layer's weights the backward pass begins.
+        (y_NxD, last_weights), x_LxNxD = lax.scan(
+            step, first, (layer_index_L, per_layer)
+        )
+        # The backward pass begins with the last layer's weights.
         return y_NxD, (shards_L, last_weights, x_LxNxD, shared, per_layer)
 
     def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
         shards_L, last_weights, x_LxNxD, shared, per_layer = residuals
-        # XLA takes the first iteration out of the loop. Its gather, which waits for
-        # nothing else, would run before the forward pass.
+        # XLA takes the first iteration out of the loop. Its gather needs only the
+        # shards, so that XLA could run it before the forward pass.
         shards_L, dy_NxD = lax.optimization_barrier((shards_L, dy_NxD))
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
-            (dy_NxD, weights), (number, x_NxD, entry) = carry, inputs
-            next_weights = gather_layer(shards_L, jnp.maximum(number - 1, 0))
+            (dy_NxD, weights), (layer_index, x_NxD, entry) = carry, inputs
+            next_weights = gather_layer(shards_L, jnp.maximum(layer_index - 1, 0))
             _, pullback = jax.vjp(
                 lambda weights, x_NxD: run(x_NxD, weights, shared, entry),
                 to_dtypes(weights),
                 x_NxD,
             )
             grads, dx_NxD = pullback(dy_NxD)
-            return (dx_NxD, next_weights), layer_comm.reduce(grads, number)
+            return (dx_NxD, next_weights), layer_comm.reduce(grads, layer_index)
 
-        first, inputs = (dy_NxD, last_weights), (number_L, x_LxNxD, per_layer)
+        first, inputs = (dy_NxD, last_weights), (layer_index_L, x_LxNxD, per_layer)
         (dx_NxD, _), grads_L = lax.scan(step, first, inputs, reverse=True)
         return grads_L, dx_NxD, None, None
 

@@ -50,10 +50,15 @@ def linear_sizes(spec: Spec) -> dict[str, tuple[int, int]]:
     return family_of(spec).matmul_sizes(spec, sizes)
 
 
-def linear_flops_per_token(spec: Spec, paths: Iterable[str]) -> int:
-    """Return the FLOPs of one token's forward pass through some linear layers."""
+def linear_flops_per_token(spec: Spec, layers: Iterable[str]) -> int:
+    """Return the FLOPs of one token's forward pass through linear layers.
+
+    `layers`: their paths, keys of `linear_sizes`.
+    """
     sizes = linear_sizes(spec)
-    weights = sum(inputs * outputs for inputs, outputs in map(sizes.__getitem__, paths))
+    weights = sum(
+        inputs * outputs for inputs, outputs in map(sizes.__getitem__, layers)
+    )
     return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
 
 
@@ -82,16 +87,16 @@ def forward_flops_per_token(spec: Spec) -> int:
 def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
     """Return the FLOPs of one token's training step, 3 forward passes.
 
-    A linear layer with a `frozen` kernel lacks the matmul of the kernel's gradient. The
+    Linear layers in `frozen` lack the matmul of the kernel's gradient. The
     head always counts. So do gradients of activations, even if no layer before them is
     trained.
     """
     return 3 * forward_flops_per_token(spec) - linear_flops_per_token(spec, frozen)
 
 
-def flop_share(spec: Spec, paths: Iterable[str]) -> float:
+def flop_share(spec: Spec, layers: Iterable[str]) -> float:
     """Return the share of some linear layers in the FLOPs of a step that trains all."""
-    return linear_flops_per_token(spec, paths) / forward_flops_per_token(spec)
+    return linear_flops_per_token(spec, layers) / forward_flops_per_token(spec)
 
 
 def param_count(spec: Spec, part: Callable[[Any], Any] = lambda params: params) -> int:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainer.models.family import Spec
     from trainer.precision.policy import Policy
 
-HEAD_WIDTH = 128  # that cuDNN's FP8 kernels take; a test compares it
+HEAD_WIDTH = 128  # the only width of cuDNN's FP8 kernels
 LENGTH_MULTIPLE = 128
 
 

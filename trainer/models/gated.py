@@ -20,7 +20,7 @@ from flax import nnx
 from scalify_core.numerics.formats import pow2_round
 from scalify_core.ops.functional import swiglu
 from scalify_core.static import get_data_scale
-from trainer.models.layers import Factory, Linear, Norm, copy_to_axis, maybe_remat
+from trainer.models.layers import Factory, Linear, Norm, maybe_remat, project_normed
 
 DIVISOR_RANGE = 2.0**-14, 2.0**14  # FP16 has these and their inverses
 
@@ -49,14 +49,18 @@ def smooth_swiglu(
 class GatedMLP(nnx.Module):
     """D -> F twice, silu(gate) * linear, F -> D, of the normalized input.
 
-    With `mlp=smooth_swiglu` of the spec, by `smooth_swiglu`: the same function of the
-    same parameters. A family names the layers, and may move powers of two from data
-    into scales.
+    `mlp=smooth_swiglu` of the spec gives the same function of the same parameters.
+
+    A family overrides:
+      names: the names of the gate, linear and output layer.
+      bias: whether the layers have biases.
+      hidden_amax: `target_amax` of `smooth_swiglu`.
+      rebalance_hidden: moves a power of two of hidden channels from data into scale.
 
     Reference: Shazeer 2020, "GLU variants improve transformer".
     """
 
-    names: ClassVar[tuple[str, str, str]]  # of the gate, linear and output layer
+    names: ClassVar[tuple[str, str, str]]
     bias: ClassVar[bool]
     hidden_amax: ClassVar[float] = 1.0
 
@@ -82,10 +86,9 @@ class GatedMLP(nnx.Module):
         setattr(self, output, layer)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        branches = maybe_remat(
-            lambda x_NxD: self.branches(copy_to_axis(norm(x_NxD), self.tensor_axis)),
-            self.recompute,
-        )(x_NxD)
+        branches = project_normed(
+            x_NxD, norm, self.branches, self.tensor_axis, self.recompute
+        )
         return maybe_remat(self.project_down, self.recompute)(branches)
 
     @property

@@ -25,7 +25,7 @@ from trainer.models.roles import Role
 from trainer.precision.dots import wide_gradient_dot
 
 DotGeneral = Callable[..., jax.Array]
-Attend = Callable[..., jax.Array]  # `scalify_core.functional.attention`, or alike
+Attend = Callable[..., jax.Array]  # with the arguments of `wide_attention`
 DotGeneralFor = Callable[[str], DotGeneral]
 Norm = Callable[[jax.Array], jax.Array]
 
@@ -240,6 +240,25 @@ def maybe_remat(fun: Callable[[Any], Any], recompute: bool) -> Callable[[Any], A
     if recompute:
         return jax.checkpoint(fun)
     return fun
+
+
+def project_normed(
+    x_NxD: jax.Array,
+    norm: Norm,
+    project: Callable[[jax.Array], Any],
+    tensor_axis: str | None,
+    recompute: bool,
+) -> Any:
+    """Return `project(norm(x))`, the inputs of a branch of a block.
+
+    With `recompute` both are computed again in the backward pass: only `x` is saved.
+    `tensor_axis` is the mesh axis over which the columns of `project` are split.
+    """
+
+    def apply(x_NxD: jax.Array) -> Any:
+        return project(copy_to_axis(norm(x_NxD), tensor_axis))
+
+    return maybe_remat(apply, recompute)(x_NxD)
 
 
 class LayerNorm(nnx.Module):

@@ -51,7 +51,7 @@ class LastColumns(nnx.Module):
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
 
 
-class GainedAttention(Attention):
+class ValueGainAttention(Attention):
     """`Attention` with larger values and a smaller output kernel, by `value_gain`.
 
     The values have a matmul of their own, `c_value`, on the last third of the
@@ -88,7 +88,7 @@ class GainedAttention(Attention):
 def gpt2_block(spec: GPT2Spec, layers: Factory) -> Block:
     """Return a block of GPT-2, with the stress that `spec` configures."""
     block = Block(
-        spec, layers, Attention if spec.value_gain is None else GainedAttention
+        spec, layers, Attention if spec.value_gain is None else ValueGainAttention
     )
     if isinstance(block.mlp, SwigluMLP):
         align(*block.mlp.input_layers, spec.align_channels, spec.align_gain)

@@ -3,6 +3,7 @@
 Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K head dim.
 """
 
+import functools
 import math
 from typing import ClassVar
 
@@ -19,9 +20,9 @@ from trainer.models.layers import (
     Factory,
     LayerNorm,
     Norm,
-    copy_to_axis,
     dropout,
     maybe_remat,
+    project_normed,
     split_keys,
 )
 
@@ -54,10 +55,9 @@ class Attention(nnx.Module):
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
         """Return this device's heads of queries, keys, values, `[B, T, H, K]` each."""
-        projections = maybe_remat(
-            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
-            self.recompute,
-        )(x_NxD)
+        projections = project_normed(
+            x_NxD, norm, self.qkv, self.tensor_axis, self.recompute
+        )
         heads = projections[0].shape[1] // self.head_dim
         return [y.reshape(batch, -1, heads, self.head_dim) for y in projections]
 
@@ -113,11 +113,8 @@ class GeluMLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
-        def expand(x_NxD: jax.Array) -> jax.Array:
-            x_NxD = copy_to_axis(norm(x_NxD), self.tensor_axis)
-            return self.c_fc(x_NxD, add_bias=False)
-
-        hidden_NxF = maybe_remat(expand, self.recompute)(x_NxD)
+        c_fc = functools.partial(self.c_fc, add_bias=False)
+        hidden_NxF = project_normed(x_NxD, norm, c_fc, self.tensor_axis, self.recompute)
         return maybe_remat(self.project_down, self.recompute)(hidden_NxF)
 
     def project_down(self, hidden_NxF: jax.Array) -> jax.Array:

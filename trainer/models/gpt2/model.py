@@ -97,10 +97,10 @@ class GPT2(Decoder):
           layer_comm: see `apply_blocks`.
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
-        if spec.dropout == 0.0:
-            dropout_keys_B = None
-        keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
-        embed_keys_B, keys_LxB = keys[0], keys[1:]
+        embed_keys_B = keys_LxB = None
+        if spec.dropout > 0 and dropout_keys_B is not None:
+            keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
+            embed_keys_B, keys_LxB = keys[0], keys[1:]
 
         def call(
             block: Block, x_NxD: jax.Array, segments_BxT: Any, keys_B: Any
@@ -108,13 +108,12 @@ class GPT2(Decoder):
             return block(x_NxD, B, segments_BxT, keys_B)
 
         x_NxD = dropout(self.embed(tokens_BxT), spec.dropout, embed_keys_B)
-        per_layer = None if dropout_keys_B is None else keys_LxB
         x_NxD = apply_blocks(
             self.h,
             call,
             x_NxD,
             segments_BxT,
-            per_layer,
+            keys_LxB,
             scan=spec.scan_layers,
             remat=spec.remat,
             layer_comm=layer_comm,

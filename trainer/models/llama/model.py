@@ -34,8 +34,7 @@ from trainer.models.layers import (
     Factory,
     Norm,
     RMSNorm,
-    copy_to_axis,
-    maybe_remat,
+    project_normed,
 )
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
@@ -120,10 +119,9 @@ class Attention(nnx.Module):
 
         Queries are `[B, T, H, K]`, keys and values `[B, T, G, K]`.
         """
-        projections = maybe_remat(
-            lambda x_NxD: self.qkv(copy_to_axis(norm(x_NxD), self.tensor_axis)),
-            self.recompute,
-        )(x_NxD)
+        projections = project_normed(
+            x_NxD, norm, self.qkv, self.tensor_axis, self.recompute
+        )
         if self.qk_norm == "layer":
             q, k, v = projections
             projections = [self.q_norm(q), self.k_norm(k), v]
