@@ -17,7 +17,8 @@ import numpy as np
 from scalify_core import weights
 from trainer.data import Batch, Loader, TextSource
 from trainer.data.corpus import open_corpus
-from trainer.data.loader import bytes_per_target, segments
+from trainer.data.loader import segments
+from trainer.data.target_bytes import bytes_per_target
 from trainer.errors import UserError
 from trainer.observe.progress import log_first_duration
 from trainer.parallel.mesh import place_batch

@@ -1,7 +1,7 @@
 """From text to batches: sources, tokenizers, prepared shards, a stateless loader.
 
 Read in this order: corpus (sources), tokenizer, encode and preparation (from text to
-shards), shards (the prepared directory), loader.
+shards), shards (the prepared directory), loader, target_bytes (for bits per byte).
 
 Readers: files, jsonl, parquet, compressed, hub_data, datasets_patches,
 standard_library. Tokenizer files: bpe_files, json_tokenizer, hf_tokenizer,

@@ -116,9 +116,11 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     """Return the tokenizer.json of a merges file and the ids in `ids_path`.
 
     Without `ids_path` the ids are in the order of the merges, and end-of-text has the
-    next one. Words are split by GPT-2's pattern. Tokens that no merge makes are
-    special. Raises UserError for a
-    tokenizer that has another pattern, or words that were added.
+    id after them. Words are split by GPT-2's pattern. Tokens that no merge makes are
+    special.
+
+    Raises:
+      UserError: the tokenizer has another pattern, or words that were added.
     """
     directory = path.parent
     class_name = read_beside(directory, SETTINGS).get("tokenizer_class")
@@ -211,7 +213,7 @@ def pair_of(merge: Any) -> Pair | None:
     return None
 
 
-def is_same_in_tiktoken(
+def merges_follow_ids(
     ids: TokenIds, merges: Sequence[Pair], *, ignore_merges: bool = False
 ) -> bool:
     """Return whether tiktoken encodes as these merges do.
@@ -261,7 +263,7 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     with the square of the length.
     """
     size = len(token)
-    # A part is known by its first byte. `ends` is None for what is a part no more.
+    # ends[i] is the end of the part that starts at byte i; None: no part starts there.
     ends: list[int | None] = list(range(1, size + 1))
     previous = list(range(-1, size - 1))
     queue: list[tuple[int, int]] = []
@@ -317,7 +319,7 @@ def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:
     return ids
 
 
-def is_like_gpt2(tree: dict[str, Any], ids: TokenIds) -> bool:
+def is_same_in_tiktoken(tree: dict[str, Any], ids: TokenIds) -> bool:
     """Return whether tiktoken encodes as a tokenizer.json with a known word pattern.
 
     tiktoken knows no added words, which `tokenizers` matches before all others.
@@ -336,7 +338,7 @@ def is_like_gpt2(tree: dict[str, Any], ids: TokenIds) -> bool:
     return (
         not has_added_words
         and len(merges) == len(pairs)
-        and is_same_in_tiktoken(ids, merges, ignore_merges=ignore_merges)
+        and merges_follow_ids(ids, merges, ignore_merges=ignore_merges)
     )
 
 

@@ -6,7 +6,6 @@ content, and prepared like any file. Batches of token ids are used directly.
 
 import hashlib
 import json
-import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -59,9 +58,11 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
             "data is one text; expected a list of texts, such as data=[text]"
         )
     digest = hashlib.blake2b(digest_size=16)
+    partial: Path | None = None
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("wb", dir=cache_dir, delete=False) as file:
+            partial = Path(file.name)
             for number, text in enumerate(texts):
                 if not isinstance(text, str):
                     raise UserError(
@@ -73,14 +74,14 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
                 file.write(line)
         # Keep this name: it is part of the cache key of earlier versions.
         path = cache_dir / f"own-{digest.hexdigest()}.jsonl"
-        os.replace(file.name, path)
+        partial.replace(path)
     except OSError as error:
         raise UserError(
             f"cannot write to data.cache_dir={cache_dir}: {error.strerror}"
         ) from error
     finally:
-        if "file" in locals():
-            Path(file.name).unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
     return TextSource((str(path),), "jsonl", "text")
 
 
@@ -170,7 +171,7 @@ class CustomLoader:
     def validation_bytes_per_token(self, steps: int) -> float:
         """See `Loader`."""
         del steps
-        return self.manifest.byte_count("val") / self.manifest.token_count("val")
+        return self.manifest.validation_bytes_per_token
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """See `Loader`."""

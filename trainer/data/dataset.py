@@ -66,7 +66,7 @@ class Dataset(NamedTuple):
     @property
     def bytes_per_token(self) -> float:
         """Mean bytes of text per token of the whole validation part."""
-        return self.manifest.byte_count("val") / self.manifest.token_count("val")
+        return self.manifest.validation_bytes_per_token
 
     def first_documents(self, size: int) -> str:
         """Return the first validation documents, of about `size` bytes in all.

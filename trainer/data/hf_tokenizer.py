@@ -21,7 +21,7 @@ from trainer.data.json_tokenizer import (
     ids_of,
     spelled_ids,
 )
-from trainer.data.tokenizer import Tokenizer, get_tokenizer
+from trainer.data.tokenizer import Tokenizer, end_of, get_tokenizer
 from trainer.data.tokenizer_settings import (
     MODEL_CONFIGS,
     SETTINGS,
@@ -62,9 +62,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     Raises:
       UserError: the tokenizer's word pattern is not known.
     """
-    end = next(
-        token for token, i in tokenizer.special_tokens.items() if i == tokenizer.eot
-    )
+    end = end_of(tokenizer)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
@@ -195,7 +193,7 @@ def end_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
     other_ends: list[str] = []
     saved = tokenizer_in(directory)
     if saved is not None and saved.eot != tokenizer.eot:
-        other_ends.append(f"{end_of(saved)} in the tokenizer beside them")
+        other_ends.append(f"{describe_end(saved)} in the tokenizer beside them")
     for name in MODEL_CONFIGS:
         ids = read_beside(directory, name).get("eos_token_id")
         if ids is not None and tokenizer.eot not in (
@@ -204,21 +202,19 @@ def end_difference(directory: Path, tokenizer: Tokenizer) -> str | None:
             other_ends.append(f"eos_token_id={ids} in {name}")
     if not other_ends:
         return None
-    return f"documents end with {end_of(tokenizer)}, but {', and '.join(other_ends)}"
+    others = ", and ".join(other_ends)
+    return f"documents end with {describe_end(tokenizer)}, but {others}"
 
 
-def end_of(tokenizer: Tokenizer) -> str:
+def describe_end(tokenizer: Tokenizer) -> str:
     """Return the token that ends a document, and its id, for messages."""
-    ends = (text for text, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
-    return f"{next(ends)!r} (id {tokenizer.eot})"
+    return f"{end_of(tokenizer)!r} (id {tokenizer.eot})"
 
 
 def token_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
     """Describe the lowest id whose tokens differ in `theirs` and `ours`, or None."""
-    end = next(
-        token.encode() for token, i in ours.special_tokens.items() if i == ours.eot
-    )
-    our_tokens = {i: token for token, i in ours.tokens.items()} | {ours.eot: end}
+    our_tokens = {i: token for token, i in ours.tokens.items()}
+    our_tokens[ours.eot] = end_of(ours).encode()
     their_tokens = {i: token for token, i in theirs.items()}
     for i in sorted(our_tokens):
         token = our_tokens[i]

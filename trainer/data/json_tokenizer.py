@@ -81,15 +81,12 @@ class JSONTokenizer:
         # Byte-pair encoding drops bytes without a token; other models raise an error.
         self._lost_bytes: set[int] = set()
         if is_bpe(tree["model"]) and not self._has_unknown:
-            self._lost_bytes = {
-                byte for byte in range(256) if bytes([byte]) not in self.tokens
-            }
-            # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
-            # bytes, so in other tokenizers it could not find a lost character.
-            if self._lost_bytes and not has_part(
-                tree.get("pre_tokenizer"), "ByteLevel"
-            ):
-                raise self._no_token("characters outside of its vocabulary")
+            self._lost_bytes = {i for i in range(256) if bytes([i]) not in self.tokens}
+        # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
+        # bytes, so in other tokenizers it could not find a lost character.
+        splits_into_bytes = has_part(tree.get("pre_tokenizer"), "ByteLevel")
+        if self._lost_bytes and not splits_into_bytes:
+            raise self._no_token("characters outside of its vocabulary")
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):

@@ -66,6 +66,7 @@ SHARD_BYTES = 64 << 20  # bytes of text
 MIN_EXPECTED_VAL = 5
 MAX_COUNTED = 1000  # Read no more documents than this to count them.
 COMMON_END = "<|endoftext|>"  # separates documents in many files
+SEARCHED = 1 << 16  # characters that are searched for special tokens
 
 log = logging.getLogger("trainer")
 
@@ -316,42 +317,37 @@ def run(
     finish(job)
 
 
-SEARCHED = 1 << 16  # characters that are searched for special tokens
-
-
 def note_special_tokens(
     batches: Iterator[TextBatch], tokenizer: Tokenizer
 ) -> Iterator[TextBatch]:
-    """Yield batches, and print which special tokens the first batch spells, as far as
-    it is searched.
+    """Yield batches, and print which special tokens the start of the first one spells.
 
     Other trainers encode such text as special tokens, which end a document or a turn of
     a chat.
     """
+    first_batch = next(batches, None)
+    if first_batch is None:
+        return
+    # A tokenizer may have as many names as the text has words.
+    starts = itertools.accumulate(map(len, first_batch.texts), initial=0)
+    texts = [
+        text[: max(0, SEARCHED - start)]
+        for text, start in zip(first_batch.texts, starts, strict=False)
+    ]
     # `byte` ends documents with NUL, and encodes a NUL in a text as U+FFFD.
     names = {*tokenizer.special_tokens, COMMON_END} - {"", "\0"}
-    for number, batch in enumerate(batches):
-        if number == 0:
-            # A tokenizer may have as many names as the text has words.
-            ends = itertools.accumulate(map(len, batch.texts), initial=0)
-            texts = [
-                text[: max(0, SEARCHED - start)]
-                for text, start in zip(batch.texts, ends, strict=False)
-            ]
-            counts = {
-                name: sum(text.count(name) for text in texts) for name in sorted(names)
-            }
-            listed = ", ".join(
-                f"{name!r} ({count:,} times)" for name, count in counts.items() if count
-            )
-            if listed:
-                chars = sum(map(len, texts))
-                note(
-                    f"the first {chars:,} characters contain {listed}, encoded as"
-                    " ordinary characters: text never becomes a special token; to"
-                    " separate documents, write each as a row of JSON lines"
-                )
-        yield batch
+    counts = {name: sum(text.count(name) for text in texts) for name in sorted(names)}
+    listed = ", ".join(
+        f"{name!r} ({count:,} times)" for name, count in counts.items() if count
+    )
+    if listed:
+        note(
+            f"the first {sum(map(len, texts)):,} characters contain {listed}, encoded"
+            " as ordinary characters: text never becomes a special token; to separate"
+            " documents, write each as a row of JSON lines"
+        )
+    yield first_batch
+    yield from batches
 
 
 class Chunk:

@@ -34,12 +34,11 @@ from trainer.files import (
     write_atomically,
 )
 
-# Its shards have digests beside the CRC-32s.
+# Version 1 has no digest of the manifest, and version 2 no digests of the shards.
 MANIFEST_VERSION = 3
+READABLE_VERSIONS = (1, 2, MANIFEST_VERSION)
 # Part of every fingerprint. Increase it when this code starts to give a text other ids.
 SHARD_VERSION = 1
-# Version 1 has no digest of its content.
-READABLE_VERSIONS = (1, 2, MANIFEST_VERSION)
 SPLITS = ("train", "val")
 MANIFEST = "manifest.json"
 # Records of verified shards, in the user's cache: whoever made a data directory could
@@ -185,7 +184,7 @@ class Manifest:
         _check_source_fields(self.source)
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
             raise ValueError(f"splits {[*self.splits]}, dtype {self.dtype}")
-        limit = 2 ** (8 * np.dtype(self.dtype).itemsize)
+        limit = 2 ** (8 * self.file_dtype.itemsize)
         if (
             not 0 <= self.eot < self.vocab_size <= limit
             or not 0 <= self.val_fraction < 1
@@ -221,6 +220,16 @@ class Manifest:
     def byte_count(self, split: str) -> int:
         """Return the bytes of a split's text as UTF-8."""
         return self.splits[split].bytes
+
+    @property
+    def validation_bytes_per_token(self) -> float:
+        """Mean bytes of text per token of the validation part."""
+        return self.byte_count("val") / self.token_count("val")
+
+    @property
+    def file_dtype(self) -> np.dtype[Any]:
+        """The dtype of ids in shards: little-endian, whatever machine reads them."""
+        return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def shards(self) -> list[Shard]:
@@ -275,17 +284,15 @@ class Manifest:
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """Return the shards of a split as read-only memory maps, each [tokens]."""
-        # Shards are little-endian, whatever the machine that reads them.
-        dtype = np.dtype(self.dtype).newbyteorder("<")
         return [
-            np.memmap(self.directory / shard.name, dtype, mode="r")
+            np.memmap(self.directory / shard.name, self.file_dtype, mode="r")
             for shard in self.splits[split].shards
         ]
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
-        # Ids below one vocabulary size need not be below another, and a manifest may
-        # have been replaced while the shards stayed.
+        # A manifest may be replaced while its shards stay: they are verified again
+        # under another vocabulary size, CRC-32 or digest.
         stamps = {
             shard.name: [
                 *self._checked_stamp(shard),
@@ -296,7 +303,7 @@ class Manifest:
             for shard in self.shards
         }
         tokens = sum(shard.tokens for shard in self.shards)
-        is_small = tokens * np.dtype(self.dtype).itemsize <= ALWAYS_VERIFY
+        is_small = tokens * self.file_dtype.itemsize <= ALWAYS_VERIFY
         name = hashlib.blake2b(bytes(self.directory.resolve()), digest_size=16)
         record = path_of(VERIFIED) / f"{name.hexdigest()}.json"
         verified = {} if is_small or thorough else read_json_or_empty(record)
@@ -342,7 +349,7 @@ class Manifest:
                 f"shard {path} is a symbolic link; put the file itself there"
             )
         check_regular(path)
-        expected = shard.tokens * np.dtype(self.dtype).itemsize
+        expected = shard.tokens * self.file_dtype.itemsize
         if stamp[0] != expected:
             raise UserError(
                 f"shard {path} has {stamp[0]} bytes, its manifest says {expected}:"
@@ -352,8 +359,7 @@ class Manifest:
 
     def _check_content(self, shard: Shard) -> None:
         path = self.directory / shard.name
-        dtype = np.dtype(self.dtype).newbyteorder("<")
-        crc, digest, largest = checksums_and_largest(path, dtype)
+        crc, digest, largest = checksums_and_largest(path, self.file_dtype)
         if crc != shard.crc32:
             raise UserError(
                 f"shard {path} has checksum {crc:08x}, its"

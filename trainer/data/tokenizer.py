@@ -26,7 +26,7 @@ from trainer.data.bpe_files import (
     added_ids,
     byte_level_ids,
     encoding,
-    is_like_gpt2,
+    is_same_in_tiktoken,
     merges_to_tokenizer_json,
     pattern_of,
     read_tiktoken,
@@ -211,8 +211,7 @@ class BPETokenizer:
 
         tree = to_tokenizer_json(self)
         library = parse_tokenizer(Path(self.name), tree)
-        end = next(t for t, i in self.special_tokens.items() if i == self.eot)
-        return JSONTokenizer(self.name, tree, library, end)
+        return JSONTokenizer(self.name, tree, library, end_of(self))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -282,11 +281,18 @@ def get_tokenizer(name: str) -> Tokenizer:
     if name in tiktoken.list_encoding_names():
         return BPETokenizer(name, download(name))
     with well_formed(f"tokenizer {name}", COPY_AGAIN):
-        return refuse_unusable_ids(from_files(name))
+        tokenizer = from_files(name)
+        refuse_unusable_ids(tokenizer)
+        return tokenizer
 
 
-def refuse_unusable_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Check the ids of a tokenizer, try it on a text, and return it.
+def end_of(tokenizer: Tokenizer) -> str:
+    """Return the text of the token that ends a document."""
+    return next(t for t, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
+
+
+def refuse_unusable_ids(tokenizer: Tokenizer) -> None:
+    """Check the ids of a tokenizer, and try it on a text.
 
     Raises:
       UserError: ids that no model could have, or text that is encoded to end-of-text.
@@ -301,18 +307,16 @@ def refuse_unusable_ids(tokenizer: Tokenizer) -> Tokenizer:
             f" below {limit:,} for {len(ids):,} tokens"
         )
     refuse_equal_ids(f"tokenizer {tokenizer.name}", tokenizer.tokens)
-    end = tokenizer.eot
-    name = next(name for name, i in tokenizer.special_tokens.items() if i == end)
+    end = end_of(tokenizer)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
-        ids = tokenizer.encode(f"A text, of 2 lines, and {name}.\n{UNUSED_CHARACTER}")
+        ids = tokenizer.encode(f"A text, of 2 lines, and {end}.\n{UNUSED_CHARACTER}")
         tokenizer.decode(ids)
-        if end in ids:
+        if tokenizer.eot in ids:
             raise UserError(
-                f"tokenizer {tokenizer.name} ends a document with {name!r}, which is"
+                f"tokenizer {tokenizer.name} ends a document with {end!r}, which is"
                 " also its unknown token, so that a text would end at each unknown"
                 " character; give it an end or an unknown token of its own"
             )
-    return tokenizer
 
 
 def changed_characters(tokenizer: Tokenizer) -> str:
@@ -376,7 +380,7 @@ def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenize
     # `save_hf` writes a ByteTokenizer so.
     if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
         return ByteTokenizer()
-    if pattern and end == ENDOFTEXT and is_like_gpt2(tree, ids):
+    if pattern and end == ENDOFTEXT and is_same_in_tiktoken(tree, ids):
         return BPETokenizer(name, encoding(path, ids, pattern, special))
     return JSONTokenizer(name, tree, tokenizer, end)
 
@@ -405,12 +409,15 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
         return ByteTokenizer()
     file = vocabulary_file(directory)
     with well_formed(file, COPY_AGAIN):
+        tokenizer: Tokenizer
         if file.name == TOKENIZER_JSON:
             tree = read_tokenizer_json(file)
-            end = end_of_document(file, tree)
-            tokenizer = parse_tokenizer(file, tree)
-            return refuse_unusable_ids(JSONTokenizer(name, tree, tokenizer, end))
-        return refuse_unusable_ids(BPETokenizer(name, *read_tiktoken(file)))
+            library, end = parse_tokenizer(file, tree), end_of_document(file, tree)
+            tokenizer = JSONTokenizer(name, tree, library, end)
+        else:
+            tokenizer = BPETokenizer(name, *read_tiktoken(file))
+        refuse_unusable_ids(tokenizer)
+        return tokenizer
 
 
 def vocabulary_file(directory: Path) -> Path:

@@ -22,7 +22,8 @@ from trainer.data import TextSource, prepare
 from trainer.data.dataset import Dataset
 from trainer.data.hf_tokenizer import save_hf, token_difference, token_ids_in
 from trainer.data.json_tokenizer import JSONTokenizer, ids_of
-from trainer.data.loader import Batch, bytes_per_target
+from trainer.data.loader import Batch
+from trainer.data.target_bytes import bytes_per_target
 from trainer.data.tokenizer import (
     continuation,
     get_tokenizer,
