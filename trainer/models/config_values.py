@@ -36,6 +36,20 @@ def boolean(tree: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def check_supported(
+    config: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raise UserError for a key whose value is none of the supported ones.
+
+    Keys may be absent. With other values the model would not compute the same function.
+    """
+    for key, values in supported.items():
+        if config.get(key, values[0]) not in values:
+            raise UserError(
+                f"{key}={config[key]!r} is not supported; valid: {values[0]!r}"
+            )
+
+
 def check_unquantized(config: Mapping[str, Any]) -> None:
     """Raise UserError for a configuration of quantized weights by its other keys than
     `quantization_config`: MLX's, and an old one of compressed-tensors.

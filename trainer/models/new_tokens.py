@@ -32,20 +32,20 @@ class SharedTokens(NamedTuple):
         cls,
         new: Mapping[bytes, int],
         old: Mapping[bytes, int],
-        ends: tuple[int, int | None],
+        new_end: int,
+        old_end: int | None,
     ) -> Self:
         """Match ordinary tokens, and the ids that end a document.
 
-        `ends`: the ids (new, old) that end a document; they match whatever their bytes
-        are.
+        `new_end` and `old_end` end a document, and match whatever their bytes are.
         """
         pairs = [
             (i, old[token])
             for token, i in new.items()
-            if token in old and i != ends[0] and old[token] != ends[1]
+            if token in old and i != new_end and old[token] != old_end
         ]
-        if ends[1] is not None:
-            pairs.append((ends[0], ends[1]))
+        if old_end is not None:
+            pairs.append((new_end, old_end))
         pairs.sort()
         ids_Nx2 = np.array(pairs, np.int64).reshape(-1, 2)
         return cls(ids_Nx2[:, 0], ids_Nx2[:, 1])

@@ -109,7 +109,7 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> SharedTokens:
     """Return the tokens that both have. Raises UserError if only the end of a document
     is shared.
     """
-    shared = SharedTokens.match(with_special(new), old.tokens, (new.eot, old.end))
+    shared = SharedTokens.match(with_special(new), old.tokens, new.eot, old.end)
     # `SharedTokens.match` always pairs the two ends, if the old one is known.
     end_pairs = 0 if old.end is None else 1
     if len(shared.new) <= end_pairs:

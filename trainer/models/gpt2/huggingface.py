@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.models.config_values import check_unquantized
+from trainer.models.config_values import check_supported, check_unquantized
 from trainer.models.fp8_checkpoints import Fp8ScaleLayout, quantization_of
 from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
@@ -20,9 +20,7 @@ from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, load_params, to_tensors
 from trainer.models.weight_files import config_beside, write_object, write_tensors
 
-# The valid values of keys that a config.json may have. With other values this model
-# would not compute the same function.
-REQUIRED = {
+SUPPORTED = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (1e-5,),
@@ -81,12 +79,8 @@ def load_gpt2(
 def read_spec(file: Path) -> GPT2Spec:
     """Return the spec of a config.json; UserError for an unsupported variant."""
     config = read_object(file)
-    for key, valid in REQUIRED.items():
-        if key in config and config[key] not in valid:
-            raise UserError(
-                f"{file}: {key}={config[key]!r} is not supported; valid: {valid[0]!r}"
-            )
     try:
+        check_supported(config, SUPPORTED)
         Fp8ScaleLayout.from_config(config)  # raises for other quantizations
         check_unquantized(config)
         return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))

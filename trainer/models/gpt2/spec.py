@@ -20,15 +20,6 @@ from trainer.errors import UserError
 from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
 from trainer.models.config_values import whole_number
 
-CHECKPOINT_FIELDS = (
-    "n_layer",
-    "n_head",
-    "d_model",
-    "context",
-    "vocab_size",
-    "d_mlp",
-    "mlp",
-)
 # The keys of each field in a config.json: GPT-2's, and other names that transformers
 # reads, or wrote.
 CONFIG_KEYS = {
@@ -165,7 +156,9 @@ class GPT2Spec:
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
-        return CHECKPOINT_FIELDS
+        return (
+            "n_layer", "n_head", "d_model", "context", "vocab_size", "d_mlp", "mlp",
+        )  # fmt: skip
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +174,7 @@ class GPT2Spec:
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
-        fields = {name: getattr(self, name) for name in CHECKPOINT_FIELDS}
+        fields = {name: getattr(self, name) for name in self.checkpoint_fields()}
         return fields | {"d_mlp": self.mlp_width}
 
     def is_compatible(self, name: str, value: Any) -> bool:

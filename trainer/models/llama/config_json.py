@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.errors import UserError
 from trainer.models.config_values import (
     boolean,
+    check_supported,
     check_unquantized,
     number,
     whole_number,
@@ -28,7 +29,7 @@ class ConfigFormat:
 
     Attributes:
       model_type: transformers' name of the family.
-      architecture: transformers' class of the model.
+      class_name: transformers' class of the model.
       fixed: the only valid values of keys that a file may have; exports write them.
         With other values this model would not compute the same function.
       defaults: transformers' defaults of keys that a file may leave out.
@@ -42,7 +43,7 @@ class ConfigFormat:
     """
 
     model_type: str
-    architecture: str
+    class_name: str
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -69,10 +70,18 @@ def fields_from_config(
     config: Mapping[str, Any], config_format: ConfigFormat
 ) -> dict[str, Any]:
     """Return LlamaSpec's fields of a config.json; see `LlamaSpec.from_config`."""
-    check_fixed(config, config_format)
+    fixed = {
+        "model_type": config_format.model_type,
+        "is_causal": True,
+        **config_format.fixed,
+    }
+    supported: dict[str, tuple[Any, ...]] = {k: (value,) for k, value in fixed.items()}
+    # transformers has two names of the function.
+    supported["hidden_act"] = ("silu", "swish")
+    check_supported(config, supported)
     Fp8ScaleLayout.from_config(config)  # raises for other quantizations
     check_unquantized(config)
-    check_architectures(config, config_format.architecture)
+    check_architectures(config, config_format.class_name)
     sizes: dict[str, Any] = {
         field_name: whole_number(config, key) for key, field_name in SIZES.items()
     }
@@ -96,30 +105,16 @@ def fields_from_config(
     }
 
 
-def check_fixed(config: Mapping[str, Any], config_format: ConfigFormat) -> None:
-    """Raise UserError for a value other than the only valid one."""
-    required = {
-        "model_type": config_format.model_type,
-        "is_causal": True,
-        **config_format.fixed,
-    }
-    for key, valid in required.items():
-        # transformers' other name of silu is swish.
-        accepted = ("silu", "swish") if valid == "silu" else (valid,)
-        if config.get(key, valid) not in accepted:
-            raise UserError(f"{key}={config[key]!r} is not supported; valid: {valid!r}")
-
-
-def check_architectures(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise UserError for another class of transformers than this one."""
+def check_architectures(config: Mapping[str, Any], class_name: str) -> None:
+    """Raise UserError for another class of transformers than `class_name`."""
     # A tied checkpoint may be saved without its head, as `LlamaModel`.
-    headless = architecture.replace("ForCausalLM", "Model")
+    headless = class_name.replace("ForCausalLM", "Model")
     classes = config.get("architectures") or []
     # Early conversions wrote LLaMAForCausalLM.
-    valid = ([], [architecture.lower()], [headless.lower()])
+    valid = ([], [class_name.lower()], [headless.lower()])
     if not isinstance(classes, list) or [str(c).lower() for c in classes] not in valid:
         raise UserError(
-            f"architectures={classes!r} is not supported; valid: {[architecture]!r}"
+            f"architectures={classes!r} is not supported; valid: {[class_name]!r}"
         )
 
 
@@ -162,7 +157,7 @@ def config_from_spec(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str
     """
     no_window = {"use_sliding_window": False}
     return {
-        "architectures": [spec.config_format.architecture],
+        "architectures": [spec.config_format.class_name],
         "model_type": spec.config_format.model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,

@@ -112,18 +112,32 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.
     if scaling is not None:
         # Pairs that turn often in the original context tell neighbors apart, and keep
         # their frequency. Slow pairs are stretched to the new context.
-        kept_P = _KEPT_SHARES[scaling.kind](scaling, frequency_P, theta)
-        frequency_P = kept_P * frequency_P + (1 - kept_P) * frequency_P / scaling.factor
+        share_P = unchanged_share(scaling, frequency_P, theta)
+        scaled_P = (1 - share_P) * frequency_P / scaling.factor
+        frequency_P = share_P * frequency_P + scaled_P
     return frequency_P.astype(np.float32)
 
 
-def _kept_by_llama3(s: RopeScaling, frequency_P: np.ndarray, _: float) -> np.ndarray:
-    turns_P = s.original_context * frequency_P / (2 * math.pi)
-    width = s.high_freq_factor - s.low_freq_factor
-    return np.clip((turns_P - s.low_freq_factor) / width, 0, 1)
+def unchanged_share(
+    scaling: RopeScaling, frequency_P: np.ndarray, theta: float
+) -> np.ndarray:
+    """Return the unchanged share of each frequency, 0 to 1, [P]."""
+    match scaling.kind:
+        case "linear":
+            return np.zeros_like(frequency_P)
+        case "dynamic":
+            return np.ones_like(frequency_P)
+        case "llama3":
+            turns_P = scaling.original_context * frequency_P / (2 * math.pi)
+            width = scaling.high_freq_factor - scaling.low_freq_factor
+            return np.clip((turns_P - scaling.low_freq_factor) / width, 0, 1)
+        case "yarn":
+            return _unchanged_by_yarn(scaling, frequency_P, theta)
 
 
-def _kept_by_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.ndarray:
+def _unchanged_by_yarn(
+    s: RopeScaling, frequency_P: np.ndarray, theta: float
+) -> np.ndarray:
     dim = 2 * len(frequency_P)
 
     def pair_index(rotations: float) -> float:
@@ -135,15 +149,6 @@ def _kept_by_yarn(s: RopeScaling, frequency_P: np.ndarray, theta: float) -> np.n
     end = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
     width = end - start if end != start else 0.001
     return 1 - np.clip((np.arange(dim // 2) - start) / width, 0, 1)
-
-
-# Kind -> a function that returns the unchanged share of each frequency, 0 to 1.
-_KEPT_SHARES = {
-    "linear": lambda s, frequency_P, theta: np.zeros_like(frequency_P),
-    "dynamic": lambda s, frequency_P, theta: np.ones_like(frequency_P),
-    "llama3": _kept_by_llama3,
-    "yarn": _kept_by_yarn,
-}
 
 
 def rope_of(
@@ -240,12 +245,11 @@ def scaling_fields(
     for key, name in KEYS[kind].items():
         if key in REQUIRED_KEYS or rope.get(key) is not None:
             fields[name] = number(rope, key, use=f", which rope_type={kind!r} needs")
-    if "original_context" in KEYS[kind].values():
-        # transformers has this default.
-        if "original_context" not in fields:
+    if "original_max_position_embeddings" in KEYS[kind]:
+        original = fields.get("original_context")
+        if original is None:  # transformers' default is the model's context
             original = whole_number(config, "max_position_embeddings")
-            fields["original_context"] = original
-        fields["original_context"] = int(fields["original_context"])
+        fields["original_context"] = int(original)
     return fields
 
 

@@ -12,12 +12,6 @@ from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
 from trainer.models.llama.config_json import ConfigFormat, fields_from_config
 from trainer.models.llama.rope import RopeScaling
 
-CHECKPOINT_FIELDS = (
-    "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context", "vocab_size",
-    "d_mlp", "mlp",
-    "rope_theta", "rope_scaling", "norm_eps", "tied",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class LlamaSpec:
@@ -152,7 +146,11 @@ class LlamaSpec:
     @classmethod
     def checkpoint_fields(cls) -> tuple[str, ...]:
         """See `family.Spec`."""
-        return CHECKPOINT_FIELDS
+        return (
+            "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "context",
+            "vocab_size", "d_mlp", "mlp", "rope_theta", "rope_scaling", "norm_eps",
+            "tied",
+        )  # fmt: skip
 
     @classmethod
     def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def test_sparsemax_is_the_projection_to_the_simplex(z):
 def test_tokens_of_the_same_bytes_are_shared_and_so_are_the_ends_of_documents():
     new = {b"a": 0, b"b": 1, b"the": 3, b"<|end|>": 4}
     old = {b"the": 0, b"a": 7, b"<|end|>": 2}
-    shared = SharedTokens.match(new, old, (5, 1))
+    shared = SharedTokens.match(new, old, 5, 1)
     assert shared.new.tolist() == [0, 3, 4, 5]
     assert shared.old.tolist() == [7, 0, 2, 1]
     # whose end nothing tells
-    assert SharedTokens.match(new, old, (4, None)).new.tolist() == [0, 3]
-    assert SharedTokens.match({b"x": 0}, old, (1, None)).new.size == 0
+    assert SharedTokens.match(new, old, 4, None).new.tolist() == [0, 3]
+    assert SharedTokens.match({b"x": 0}, old, 1, None).new.size == 0
 
 
 def tables(n_old=40, n_new=30, width=16):
