@@ -147,9 +147,9 @@ class JSONTokenizer:
             if not self._lost_bytes.isdisjoint(char.encode()):
                 raise self._no_token(f"{char!r} (U+{ord(char):04X})")
 
-    def _no_token(self, what: str) -> NoToken:
+    def _no_token(self, text: str) -> NoToken:
         return NoToken(
-            f"tokenizer {self.name} has no token for {what}, and no unknown token, so"
+            f"tokenizer {self.name} has no token for {text}, and no unknown token, so"
             " that it would vanish from a text; train it with an unk_token, or with all"
             " bytes (initial_alphabet=ByteLevel.alphabet()), or remove the character"
         )

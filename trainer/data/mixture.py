@@ -115,12 +115,14 @@ class StageBlocks:
 
     def __init__(self, weights: Sequence[float], samples: int, seed: int) -> None:
         self._samples, self._seed = samples, seed
-        shares = np.cumsum([0.0, *shares_of(weights)])
-        shares[-1] = 1.0
-        self._cumulative_shares = shares  # of sources 0 to k - 1, [K + 1]
+        # Element k is the share of sources 0 to k - 1, [K + 1].
+        cumulative_shares = np.cumsum([0.0, *shares_of(weights)])
+        # A rounded sum below 1 would leave a sample without a source.
+        cumulative_shares[-1] = 1.0
+        self._cumulative_shares = cumulative_shares
         # Rounded cumulative counts may give a source two samples too few: a block is so
         # long that its share is two.
-        min_size = math.ceil(2 / min(filter(None, np.diff(shares))))
+        min_size = math.ceil(2 / min(filter(None, np.diff(cumulative_shares))))
         self._block_size = max(MIN_BLOCK, min_size)
         full_blocks, remainder = divmod(samples, self._block_size)
         # A remainder that is too short for all sources belongs to the block before it.

@@ -73,8 +73,8 @@ class Tokenizer(Protocol):
       tokens: ids of ordinary tokens. In a byte-pair encoding they are in the order of
           the merges.
       special_tokens: ids of tokens that no text is encoded to, `eot` among them.
-      line_safe: whether a text that is cut at LINE_STARTs gets the same ids as in one
-          piece.
+      line_safe: whether a text that is cut at each `line_cuts.LINE_START` gets the same
+          ids as in one piece.
     """
 
     name: str

@@ -191,8 +191,10 @@ def slow_search(pattern: str) -> str | None:
     for kind, part in pattern_parts(pattern):
         if kind == "reference":
             return "refers to one of its groups"
-        # With the flag x, spaces may stand between an atom and its quantifier.
-        if kind in ("flags", "open") and "x" in part[0].partition("<")[0]:
+        # With the flag x, spaces may stand between an atom and its quantifier. An x
+        # after "<" is in a group's name.
+        flags, _, _ = part[0].partition("<")
+        if kind in ("flags", "open") and "x" in flags:
             return "has the flag x"
         if kind == "flags":
             continue

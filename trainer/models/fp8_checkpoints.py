@@ -25,7 +25,7 @@ SUPPORTED = (
     " each block or row, or for the tensor"
 )
 SCALE_SUFFIXES = ("weight_scale_inv", "weight_scale")
-# Name in safetensors -> NumPy's dtype.
+# safetensors' name -> NumPy's dtype; `safetensors.numpy` knows no FP8.
 DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),

@@ -111,7 +111,7 @@ def check_architectures(config: Mapping[str, Any], class_name: str) -> None:
     headless = class_name.replace("ForCausalLM", "Model")
     classes = config.get("architectures") or []
     # Early conversions wrote LLaMAForCausalLM.
-    valid = ([], [class_name.lower()], [headless.lower()])
+    valid: list[list[str]] = [[], [class_name.lower()], [headless.lower()]]
     if not isinstance(classes, list) or [str(c).lower() for c in classes] not in valid:
         raise UserError(
             f"architectures={classes!r} is not supported; valid: {[class_name]!r}"

@@ -198,8 +198,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
     scaling = config.get("rope_scaling") or rope
-    # If a file has both keys they must agree, except that rope_scaling may lack
-    # rope_theta.
+    # Files with both keys may have rope_theta in rope_parameters alone.
     if scaling != rope and {"rope_theta": rope.get("rope_theta"), **scaling} != rope:
         raise UserError(
             f"rope_scaling={scaling!r} and rope_parameters={rope!r} contradict each"
@@ -246,10 +245,11 @@ def scaling_fields(
         if key in REQUIRED_KEYS or rope.get(key) is not None:
             fields[name] = number(rope, key, use=f", which rope_type={kind!r} needs")
     if "original_max_position_embeddings" in KEYS[kind]:
-        original = fields.get("original_context")
-        if original is None:  # transformers' default is the model's context
+        # transformers' default is the model's context.
+        if "original_context" not in fields:
             original = whole_number(config, "max_position_embeddings")
-        fields["original_context"] = int(original)
+            fields["original_context"] = original
+        fields["original_context"] = int(fields["original_context"])
     return fields
 
 
