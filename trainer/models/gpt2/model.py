@@ -21,11 +21,11 @@ from trainer.models.blocks import (
 )
 from trainer.models.cache import KVCache
 from trainer.models.decoder import Decoder
-from trainer.models.gpt2.block import Block
+from trainer.models.gpt2.block import Attention, Block
 from trainer.models.gpt2.spec import GPT2Spec
+from trainer.models.gpt2.value_gain import ValueGainAttention
 from trainer.models.layers import Embedding, Factory, LayerNorm, dropout, split_keys
 from trainer.models.model_functions import ModelFunctions, functions_of_module
-from trainer.models.stress import gpt2_block
 
 
 class GPT2(Decoder):
@@ -52,12 +52,11 @@ class GPT2(Decoder):
         )
         self.wpe = Embedding(spec.context, spec.d_model, spec.init_std, layers)
 
-        # The block is a plain `Block`, unless the spec asks for stress tests of narrow
-        # formats.
+        attention = Attention if spec.value_gain is None else ValueGainAttention
+
         def make_block(name: str, key: jax.Array) -> Block:
-            return gpt2_block(
-                spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings)
-            )
+            factory = Factory(f"h.{name}", nnx.Rngs(params=key), **settings)
+            return Block(spec, factory, attention)
 
         self.h = make_blocks(
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers

@@ -39,7 +39,6 @@ from trainer.models.layers import (
 from trainer.models.llama.rope import frequencies
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.model_functions import ModelFunctions, functions_of_module
-from trainer.models.stress import align
 
 # Under `scalify`, static scales assume independent numbers, as at initialization, where
 # data has an RMS of 1 to 5. Training correlates them: after 200 steps of llama_nano the
@@ -286,10 +285,7 @@ class Llama(Decoder):
         )
 
         def make_block(name: str, key: jax.Array) -> Block:
-            block = Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
-            # For tests of narrow formats; 0 channels, the default, change nothing.
-            align(*block.mlp.input_layers, spec.align_channels, spec.align_gain)
-            return block
+            return Block(spec, Factory(f"h.{name}", nnx.Rngs(params=key), **settings))
 
         self.h = make_blocks(
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers

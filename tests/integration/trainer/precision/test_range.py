@@ -17,7 +17,6 @@ from scalify_core.optim.weights import scaled_params, wide
 from trainer.models.gpt2.block import SwigluMLP
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import Factory
-from trainer.models.stress import align
 from trainer.precision.arrays import abstract_weights
 from trainer.precision.dots import ClippedDot
 from trainer.workload import (
@@ -85,7 +84,6 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
     def output(mlp, dot=None):
         factory = Factory("h.0", nnx.Rngs(params=0), dot_general_for=dot)
         module = SwigluMLP(dataclasses.replace(spec, mlp=mlp), factory, 0.004)
-        align(module.c_gate, module.c_fc, spec.align_channels, spec.align_gain)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
         apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)

@@ -1,29 +1,17 @@
-"""Stress for narrow formats, off by default: outlier channels, and larger values.
+"""Attention with larger values, a stress for narrow formats; off by default.
 
-Legend: N tokens, D model, E = D, H heads, K head dim, F MLP.
+Legend: N tokens, D model, E = 2 D, F columns, H heads, K head dim.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.models.gpt2.block import Attention, Block, SwigluMLP
+from trainer.models.gpt2.block import Attention
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.layers import DotGeneral, Factory, Linear, dense
-
-
-def align(gate: Any, linear: Any, channels: int, gain: float) -> None:
-    """Give both layers the same first `channels` columns, as late training does.
-
-    They are the columns of `linear`, `gain` times as large.
-    Reference: Fishman et al. 2024, arXiv 2409.12517, section 4.
-    """
-    if channels:
-        aligned_DxF = linear.kernel[:, :channels] * gain
-        for branch in (gate, linear):
-            branch.kernel[...] = branch.kernel[...].at[:, :channels].set(aligned_DxF)
 
 
 class LastColumns(nnx.Module):
@@ -83,13 +71,3 @@ class ValueGainAttention(Attention):
     def project(self, out_NxD: jax.Array) -> jax.Array:
         """Apply the output projection."""
         return self.c_proj(out_NxD, factor=1 / self.value_gain)
-
-
-def gpt2_block(spec: GPT2Spec, layers: Factory) -> Block:
-    """Return a block of GPT-2, with the stress that `spec` configures."""
-    block = Block(
-        spec, layers, Attention if spec.value_gain is None else ValueGainAttention
-    )
-    if isinstance(block.mlp, SwigluMLP):
-        align(*block.mlp.input_layers, spec.align_channels, spec.align_gain)
-    return block
