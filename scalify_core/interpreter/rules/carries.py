@@ -153,15 +153,8 @@ def chosen(which: Any, new: Any, old: Any) -> Any:
     if not isinstance(new, Value) and not isinstance(old, Value):
         new, old = (jnp.asarray(formats.materialize(x)) for x in (new, old))
         return lax.select(_over(which, new), new, old)
-    (new_data, old_data), scale, rms, dtype = common(*map(v.scalar_scale, (new, old)))
-    wide = any(isinstance(x, Value) and x.is_fill_value for x in (new, old))
-    return v.value(
-        lax.select(_over(which, new_data), new_data, old_data),
-        scale,
-        rms,
-        dtype,
-        is_fill_value=wide,
-    )
+    (new, old), like = common(*map(v.scalar_scale, (new, old)))
+    return like.with_data(lax.select(_over(which, new), new, old))
 
 
 def _over(which: Any, x: Any) -> Any:

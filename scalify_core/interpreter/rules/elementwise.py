@@ -18,11 +18,11 @@ from scalify_core.interpreter.registry import (
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.formats import is_float, pow2_floor, pow2_round
+from scalify_core.numerics.formats import pow2_floor, pow2_round
 
 _LARGE = 2.0**104
 
-structural("abs", "copy", "real", "stop_gradient")
+structural("abs", "copy", "is_finite", "real", "stop_gradient")
 rule("nextafter", "reduce_precision")(apply_to_logical)
 
 
@@ -45,21 +45,12 @@ def _add(eqn: Any, a: Any, b: Any) -> Value:
     # the sum, and the factors of both are one kernel.
     (a, b), sources = zip(*map(v.before_rescaling, (a, b)), strict=True)
     scale, rms, correction = v.hypot(a, b)
-    if correction is None or scale.ndim:
-        return v.value(
-            bind(eqn, v.data32_at(a, scale), v.data32_at(b, scale)),
-            scale,
-            rms,
-            dtype,
-            rms_correction=correction,
+    factors = [sc.ratio(x.multiple, scale) for x in sources]
+    if correction is not None and not scale.ndim:
+        scale, correction, *factors = compiler_hints.in_one_kernel(
+            scale, correction, *factors
         )
-    scale, correction, *changes = compiler_hints.in_one_kernel(
-        scale, correction, *(sc.ratio(x.multiple, scale) for x in sources)
-    )
-    data = [
-        sc.times(v.data32(x), change)
-        for x, change in zip(sources, changes, strict=True)
-    ]
+    data = [sc.times(v.data32(x), y) for x, y in zip(sources, factors, strict=True)]
     return v.value(bind(eqn, *data), scale, rms, dtype, rms_correction=correction)
 
 
@@ -226,11 +217,6 @@ def _sign(eqn: Any, x: Value) -> Value:
     return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
 
 
-@rule("is_finite")
-def _is_finite(eqn: Any, x: Value) -> Any:
-    return bind(eqn, x.data)
-
-
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to")
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
@@ -246,8 +232,8 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
     return bind(eqn, v.data32_at(a, scale), v.data32_at(b, scale))
 
 
-def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
-    """Return the data of all operands at the largest of their scales, and their form.
+def common(*operands: Any) -> tuple[list[Any], Value]:
+    """Return the data of all operands at the largest of their scales.
 
     Constants take the scale of the other operands. The data is FP32, unless all
     operands are at that scale already and the format can represent the constants. A
@@ -255,51 +241,39 @@ def common(*operands: Any) -> tuple[list[Any], Any, float, np.dtype]:
     a divisor's 1e-12 a zero: they saturate when they are stored.
 
     Returns:
-        The data, the scale, the expected RMS and the format.
+        The data, and the value that such data belongs to, without data. It is a fill
+        value if it may hold a constant that the format cannot represent.
     """
-    values = [x for x in operands if isinstance(x, Value)]
-    dtype = v.result_dtype(*values)
-    arrays = [
-        x if isinstance(x, Value) or v.uniform(x) is not None else v.lift(x, dtype)
-        for x in operands
-    ]
+    dtype = v.result_dtype(*operands)
+    arrays = [x if v.uniform(x) is not None else v.lift(x, dtype) for x in operands]
     values = [x for x in arrays if isinstance(x, Value)]
-    scale = sc.largest(*(x.scale for x in values))
-    rms = max(
-        x.expected_rms
-        for x in values
-        if x.scale is scale or not sc.is_static(scale) or x.scale == scale
-    )
-    if float(jnp.finfo(dtype).max) > sc.MAX_SCALE and not sc.near(
-        [x.scale for x in values]
-    ):
+    scales = [x.scale for x in values]
+    scale = sc.largest(*scales)
+    is_static = sc.is_static(scale)
+    rms = max(x.expected_rms for x in values if not is_static or x.scale == scale)
+    if formats.has_range_of_float32(dtype):
         # At the largest scale the smallest would leave FP32: one in between holds all.
-        scale = sc.between([x.scale for x in values])
-    constants = [
-        c
-        for c in (v.uniform(x) for x in arrays if not isinstance(x, Value))
-        if c and math.isfinite(c)
-    ]
-    if constants and not sc.is_static(scale):
+        scale = sc.between(scales)
+    constants = [c for c in map(v.uniform, arrays) if c and math.isfinite(c)]
+    if constants and not is_static:
         # Beside zeros a constant keeps its own scale: at theirs it would saturate at
         # nearly nothing.
         scale = sc.unless_of_zeros(scale, pow2_round(max(map(abs, constants))))
-    keep = all(x.data.dtype == dtype and sc.same_scale(x.scale, scale) for x in values)
-    keep = keep and all(_holds(dtype, c, scale) for c in constants)
+    held = all(is_static and formats.holds(dtype, c / scale) for c in constants)
+    keep = held and all(
+        x.data.dtype == dtype and sc.same_scale(own_scale, scale)
+        for x, own_scale in zip(values, scales, strict=True)
+    )
     data = []
     for x in arrays:
-        if isinstance(x, Value):
-            data.append(x.data if keep else v.data32_at(x, scale))
-        else:
+        if not isinstance(x, Value):
             data.append(constant_at(x, scale, dtype, keep))
-    return data, scale, rms, dtype
-
-
-def _holds(dtype: np.dtype, constant: float, scale: Any) -> bool:
-    """Return whether a format is known to hold a constant at this scale exactly."""
-    if not sc.is_static(scale):
-        return False
-    return formats.holds(dtype, constant / scale)
+        elif keep:
+            data.append(x.data)
+        else:
+            data.append(v.data32_at(x, scale))
+    fills = not held or any(x.is_fill_value for x in values)
+    return data, v.value(None, scale, rms, dtype, is_fill_value=fills)
 
 
 def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
@@ -328,33 +302,10 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     return jnp.broadcast_to(number, np.shape(x))
 
 
-def _is_fill_value(dtype: np.dtype, scale: Any, operands: tuple) -> bool:
-    """Return whether an operand is a constant that the format may not represent.
-
-    An operand that is a fill value counts, too.
-    """
-    if any(isinstance(x, Value) and x.is_fill_value for x in operands):
-        return True
-    constants = [c for c in map(v.uniform, operands) if c and math.isfinite(c)]
-    return not all(_holds(dtype, c, scale) for c in constants)
-
-
 @rule("max", "min", "clamp")
 def _extreme(eqn: Any, *operands: Any) -> Value:
-    if eqn.primitive.name == "clamp" and not isinstance(operands[1], Value):
-        operands = (
-            operands[0],
-            v.lift(operands[1], v.result_dtype(*operands)),
-            operands[2],
-        )
-    return _at_common_scale(eqn, operands)
-
-
-def _at_common_scale(eqn: Any, cases: tuple, *before: Any) -> Value:
-    data, scale, rms, dtype = common(*cases)
-    out = bind(eqn, *before, *data)
-    fills = _is_fill_value(dtype, scale, cases)
-    return v.value(out, scale, rms, dtype, is_fill_value=fills)
+    data, like = common(*operands)
+    return like.with_data(bind(eqn, *data))
 
 
 @rule("select_n")
@@ -365,7 +316,8 @@ def _select_n(eqn: Any, which: Any, *cases: Any) -> Value:
         isinstance(x, Value) and not sc.is_static(x.scale) for x in cases
     ):
         return _select_whole(eqn, formats.materialize(which), *cases)
-    return _at_common_scale(eqn, cases, formats.materialize(which))
+    data, like = common(*cases)
+    return like.with_data(bind(eqn, formats.materialize(which), *data))
 
 
 def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
@@ -392,11 +344,3 @@ def _convert(eqn: Any, x: Any) -> Any:
     return v.value(
         formats.saturating_cast(x.data, dtype), x.multiple, x.expected_rms, dtype
     )
-
-
-@rule("bitcast_convert_type")
-def _bitcast(eqn: Any, x: Value) -> Any:
-    out = bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
-    if is_float(out):
-        return v.value(out, 1.0)
-    return out

@@ -8,10 +8,12 @@ from typing import Any
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import bind, rule, structural
+from scalify_core.interpreter.rules.elementwise import lifted
 from scalify_core.interpreter.value import Value
-from scalify_core.numerics import formats
 
 structural(
+    "argmax",
+    "argmin",
     "reduce_max",
     "reduce_min",
     "cummax",
@@ -47,25 +49,10 @@ def _reduce_window_sum(eqn: Any, x: Value) -> Value:
     return summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
 
 
-@rule("argmax", "argmin")
-def _argmax(eqn: Any, x: Value) -> Any:
-    return bind(eqn, v.scalar_scale(x).data)
-
-
 @rule("select_and_scatter_add", "select_and_gather_add")
 def _select_and_scatter_add(eqn: Any, source: Any, operand: Any) -> Value:
     """Evaluate a gradient of max pooling: `source`, or tangents, at the maxima of
     `operand`.
     """
-    source = v.lift(source, operand.dtype)
-    if isinstance(operand, Value):
-        where = v.data32(v.scalar_scale(operand))
-    else:
-        where = formats.as_float32(operand)
-    source = v.scalar_scale(source)
-    return v.value(
-        bind(eqn, v.data32(source), where),
-        source.scale,
-        source.expected_rms,
-        source.dtype,
-    )
+    source, operand = map(v.scalar_scale, lifted(source, operand)[0])
+    return source.with_data(bind(eqn, v.data32(source), v.data32(operand)))

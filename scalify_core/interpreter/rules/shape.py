@@ -20,9 +20,8 @@ structural(
 
 @rule("concatenate", "pad", "stack")
 def _join(eqn: Any, *operands: Any) -> Value:
-    operands = tuple(map(v.scalar_scale, operands))
-    data, scale, rms, dtype = common(*operands)
-    return v.value(bind(eqn, *data), scale, rms, dtype)
+    data, like = common(*map(v.scalar_scale, operands))
+    return like.with_data(bind(eqn, *data))
 
 
 @rule("gather")
@@ -36,22 +35,13 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
 
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) -> Value:
-    (operand, update), scale, rms, dtype = common(
-        *map(v.scalar_scale, (operand, update))
-    )
-    return v.value(
-        bind(eqn, operand, update, *(formats.materialize(i) for i in indices)),
-        scale,
-        rms,
-        dtype,
-    )
+    data, like = common(*map(v.scalar_scale, (operand, update)))
+    return like.with_data(bind(eqn, *data, *map(formats.materialize, indices)))
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
 def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
-    (operand, updates), scale, rms, dtype = common(
-        *map(v.scalar_scale, (operand, updates))
-    )
+    (operand, updates), like = common(*map(v.scalar_scale, (operand, updates)))
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(
         eqn,
@@ -59,9 +49,9 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
         formats.materialize(indices),
         formats.as_float32(updates),
     )
+    terms = 1.0
     if eqn.primitive.name in ("scatter-add", "scatter-sub"):
         # Updates per element, if the indices are spread evenly.
-        rms *= math.sqrt(
-            max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
-        )
-    return v.settled(out, scale, rms, dtype)
+        terms = max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
+    rms = like.expected_rms * math.sqrt(terms)
+    return v.settled(out, like.scale, rms, like.dtype)

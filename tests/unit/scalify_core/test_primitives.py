@@ -43,8 +43,8 @@ CASES = [
 COVERED = sorted({case.primitive for case in CASES})
 # Without a rule: evaluated in FP32 by the same code. Some have cases,
 BY_DEFAULT = {
-    "cholesky", "custom_linear_solve", "exp", "fft", "pow", "reduce", "reduce_window",
-    "scatter-mul",
+    "bitcast_convert_type", "cholesky", "custom_linear_solve", "exp", "fft", "pow",
+    "reduce", "reduce_window", "scatter-mul",
 }  # fmt: skip
 # and these have none.
 WITHOUT_A_CASE = {
