@@ -49,12 +49,7 @@ def unused_scales(product: Product) -> tuple:
     )
 
 
-def call_on_data(call: Any, fun: Callable, *operands: Any) -> list[Any]:
-    """Return the flat results of `fun` on the data, under the vmaps of the call."""
-    return jax.tree.leaves(tree_on_data(call, fun, *operands))
-
-
-def tree_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
+def call_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
     """Return the results of `fun` on pytrees of arrays, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
     on_data = call.replace(fun=fun, static={}, in_tree=in_tree)

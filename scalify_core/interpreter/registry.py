@@ -147,7 +147,7 @@ def composite_rule(
         def flat(eqn: Any, *operands: Any) -> list[Any]:
             call = eqn.params["call"]
             out = fun(call, *jax.tree.unflatten(call.in_tree, operands))
-            return jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Value))
+            return jax.tree.leaves(out, is_leaf=v.is_value)
 
         _register((COMPOSITE + name,), flat, passes=passes, wide=wide)
         return fun

@@ -160,6 +160,11 @@ class Value:
         return product(size, self.rms_correction)
 
 
+def is_value(x: Any) -> bool:
+    """Return whether `x` is a `Value`, for `is_leaf=` of `jax.tree` functions."""
+    return isinstance(x, Value)
+
+
 def value(
     data: Any,
     scale: Scale | Multiple,

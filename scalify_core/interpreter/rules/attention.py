@@ -18,7 +18,6 @@ from scalify_core.interpreter.rules.composites import (
     SQRT_2,
     as_value,
     brought,
-    is_value,
     kernel_operands,
     moved,
     on_data,
@@ -34,18 +33,17 @@ from scalify_core.numerics.formats import pow2_round
 from scalify_core.ops.attention_blocks import Sees
 
 
-def _attention_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+def _attention_operands(*operands: Any) -> tuple[list[Value], tuple]:
     """Return q, k and v for a kernel, and the scales that are in their data.
 
     Attention is linear in v, so its data enters at scale 1, and the result gets its
     scale.
     """
     q, k, values = (as_value(x, *operands) for x in operands)
-    (q, k, static), scales = kernel_operands(
-        q, k, v.value(values.data, 1.0, values.expected_rms, values.dtype)
+    (q, k, unscaled), scales = kernel_operands(
+        q, k, values.with_scale(values.data, 1.0)
     )
-    values = v.value(static.data, values.scale, values.expected_rms, values.dtype)
-    return [q, k, values], scales
+    return [q, k, values.with_scale(unscaled.data, values.scale)], scales
 
 
 def _attention_growth(call: Any, q: Value, k: Value) -> float:
@@ -61,6 +59,15 @@ def _attention_growth(call: Any, q: Value, k: Value) -> float:
     window = sees.window or queries
     total = math.log(window) + (queries - window) / window
     return math.sqrt(max(total, 1) / queries)
+
+
+def _shared_heads(call: Any, q: Value, k: Value) -> float:
+    """Return the growth of the gradients of keys and values that heads share.
+
+    The queries of several heads add to the gradients of one key and one value.
+    """
+    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
+    return math.sqrt(heads / groups)
 
 
 @forward_rule("attention")
@@ -82,40 +89,25 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     *qkv, segments, kernel_output, log_norm = residuals
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
-    static = call.settings
-    growth = _attention_growth(call, q, k)
+    growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
     # The gradient stays near RMS 1: sums over all queries that attend to one key have
     # room above, and logits' gradients, though 1/T of it, are far above 2^-24.
     narrow = formats.saturating_cast(v.data32(gradient), q.data.dtype)
     residuals = (q, k, values, segments, kernel_output, log_norm)
-    out = on_data(
-        call, residuals, narrow, logit_scale=static["logit_scale"] * q.scale * k.scale
-    )
-    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
-    # The queries of several heads add to the gradients of one key and one value.
-    shared = math.sqrt(heads / groups)
     # The scale of the logits: the function differentiates with respect to the data.
-    both = k.scale * q.scale
+    both = q.scale * k.scale
+    out = on_data(
+        call, residuals, narrow, logit_scale=call.settings["logit_scale"] * both
+    )
+    logits_scale = sc.product(gradient.multiple, values.scale)
+    logits_rms = gradient.expected_rms * values.expected_rms * both
     sizes = (
-        (
-            sc.ratio(sc.product(gradient.multiple, values.scale), q.scale),
-            gradient.expected_rms * values.expected_rms * k.expected_rms * both,
-        ),
-        (
-            sc.ratio(sc.product(gradient.multiple, values.scale), k.scale),
-            gradient.expected_rms
-            * values.expected_rms
-            * q.expected_rms
-            * both
-            * shared,
-        ),
+        (sc.ratio(logits_scale, q.scale), logits_rms * k.expected_rms),
+        (sc.ratio(logits_scale, k.scale), logits_rms * q.expected_rms * shared),
         (gradient.multiple, gradient.expected_rms * shared),
     )
     return [
-        moved(
-            v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2),
-            data_scale,
-        )
+        moved(v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2), data_scale)
         for x, (scale, rms), y, data_scale in zip(
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
         )
@@ -149,13 +141,8 @@ def _sized(x8: Any, size: Any) -> Value:
 def _fp8_attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     (q, k, values, _), *_ = residuals
     q, k, values, gradient = map(as_value, (q, k, values, gradient))
-    data = jax.tree.map(
-        lambda x: x.data if is_value(x) else x, residuals, is_leaf=is_value
-    )
-    growth = _attention_growth(call, q, k)
-    heads, groups = unbatched_shape(call, 0, q)[2], unbatched_shape(call, 1, k)[2]
-    # The queries of several heads add to the gradients of one key and one value.
-    shared = math.sqrt(heads / groups)
+    data = jax.tree.map(v.data_of, residuals, is_leaf=v.is_value)
+    growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
     sizes = (
         size_of(values.size, k.size, growth),
         size_of(values.size, q.size, growth * shared),
@@ -242,7 +229,7 @@ def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any
         moved(
             v.settled(dhead, x.scale, dhead_rms, np.dtype(np.float32), SQRT_2), x_scale
         ),
-        v.value(like, head.scale, head.expected_rms, head.dtype),
+        head.with_scale(like, head.scale),
     )
 
 
@@ -295,26 +282,16 @@ def _multiplied(x: Value, constant: float, dtype: np.dtype) -> Value:
 
 @forward_rule("embedding")
 def _embedding(call: Any, table: Value, ids: Any) -> Any:
-    static = v.scalar_scale(table)
-    out, *_ = on_data(call, static, ids)
-    return v.value(out, static.scale, static.expected_rms, static.dtype), (table, ids)
+    scaled = v.scalar_scale(table)
+    out, *_ = on_data(call, scaled, ids)
+    return scaled.with_scale(out, scaled.scale), (table, ids)
 
 
 @composite_rule("embedding.bwd")
 def _embedding_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     table, ids = residuals
-    gradient = as_value(gradient, table)
-    (out,) = on_data(
-        call, (v.data32(table) if is_value(table) else table, ids), v.data32(gradient)
-    )
+    table, gradient = as_value(table, gradient), as_value(gradient, table)
+    (out,) = on_data(call, (v.data32(table), ids), v.data32(gradient))
     per_row = max(math.prod(ids.shape) / table.shape[0], 1.0)
-    dtype = table.dtype if is_value(table) else gradient.dtype
-    return [
-        v.settled(
-            out,
-            gradient.scale,
-            gradient.expected_rms * math.sqrt(per_row),
-            dtype,
-            SQRT_2,
-        )
-    ]
+    rms = gradient.expected_rms * math.sqrt(per_row)
+    return [v.settled(out, gradient.scale, rms, table.dtype, SQRT_2)]

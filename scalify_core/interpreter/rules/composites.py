@@ -23,15 +23,10 @@ from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
-from scalify_core.numerics.formats import is_float, pow2_round
+from scalify_core.numerics.formats import pow2_round
 
 _SQRT_HALF = math.sqrt(0.5)
 SQRT_2 = math.sqrt(2)
-
-
-def is_value(x: Any) -> bool:
-    """Return whether `x` is a `Value`, for `is_leaf=` of `jax.tree` functions."""
-    return isinstance(x, Value)
 
 
 def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
@@ -40,8 +35,8 @@ def on_data(call: Any, *args: Any, **static: Any) -> list[Any]:
     `args` are pytrees of values and plain arrays.
     """
     leaves = [
-        x.data if is_value(x) else formats.materialize(x)
-        for x in jax.tree.leaves(args, is_leaf=is_value)
+        formats.materialize(v.data_of(x))
+        for x in jax.tree.leaves(args, is_leaf=v.is_value)
     ]
     return call.replace(static={**call.settings, **static}).bind(*leaves)
 
@@ -52,11 +47,7 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
     Result i gets `results[i]`, its expected size and format. Further results, as
     residuals that are arguments, are left out.
     """
-    leaves = [
-        v.unscaled(x) if is_float(x) else x
-        for x in jax.tree.leaves(args, is_leaf=is_value)
-    ]
-    out = call.bind(*(formats.materialize(x) for x in leaves))
+    out = call.bind(*map(v.unscaled, jax.tree.leaves(args, is_leaf=v.is_value)))
     return [
         brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=False)
     ]
@@ -87,10 +78,12 @@ def on_gradient(
         residuals,
         data,
     )
-    scales = [sc.product(x.scale, gradient.multiple) for x in out]
     return [
-        v.value(x.data, s, x.expected_rms, x.dtype, gradient.rms_correction)
-        for x, s in zip(out, scales, strict=True)
+        dataclasses.replace(
+            x.with_scale(x.data, sc.product(x.scale, gradient.multiple)),
+            rms_correction=gradient.rms_correction,
+        )
+        for x in out
     ]
 
 
@@ -105,20 +98,18 @@ def brought(x: Any, size: Any, dtype: Any) -> Value:
     return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rms, dtype)
 
 
-def with_static_scale(x: Any, like: Value | None = None) -> tuple[Value, Any]:
+def with_static_scale(x: Value) -> tuple[Value, Any]:
     """Return a value whose scale is static, and the scale that is in its data.
 
     A dynamic scale is multiplied into FP32 data; the second result is 1 otherwise.
     """
-    if not is_value(x):
-        return v.lift(x, like.dtype if like is not None else np.dtype(np.float32)), 1.0
     x = v.scalar_scale(x)
     if sc.is_static(x.scale):
-        return (x, 1.0)
-    return (v.value(v.unscaled(x), 1.0, x.expected_rms, x.dtype), x.scale)
+        return x, 1.0
+    return x.with_scale(v.unscaled(x), 1.0), x.scale
 
 
-def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
+def kernel_operands(*operands: Any) -> tuple[list[Value], tuple]:
     """Return operands with static scales and data in their formats, and their scales.
 
     The data of all operands is FP32 where FP16 or FP8 would have to hold a scale. A
@@ -129,9 +120,9 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], list[Any]]:
         *(with_static_scale(v.lift(x, dtype)) for x in operands),
         strict=True,
     )
-    if all(map(sc.is_static, scales)) or float(jnp.finfo(dtype).max) > sc.MAX_SCALE:
-        return [v.narrow(x) for x in values], list(scales)
-    return [x.with_scale(v.data32(x), x.scale) for x in values], list(scales)
+    if all(map(sc.is_static, scales)) or formats.has_range_of_float32(dtype):
+        return list(map(v.narrow, values)), scales
+    return [x.with_scale(v.data32(x), x.scale) for x in values], scales
 
 
 def moved(x: Value, scale: Any) -> Value:
@@ -158,7 +149,7 @@ def as_value(x: Any, *others: Any) -> Value:
 
     A plain operand takes the format of the others.
     """
-    if is_value(x):
+    if v.is_value(x):
         return v.scalar_scale(x)
     return v.lift(x, v.result_dtype(*others))
 
@@ -297,7 +288,7 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @forward_rule("materialized")
 def _materialized(call: Any, x: Any) -> Any:
     x = in_order(call, x)
-    if is_value(x):
+    if v.is_value(x):
         x = dataclasses.replace(x, data=compiler_hints.kept_narrow(x.data))
     return x, None
 
@@ -311,64 +302,58 @@ composite_rule("materialized.bwd", wide=True)(
 
 
 def _normalized(
-    call: Any, x: Any, weight: Any, *bias: Any
+    call: Any, x: Any, weight: Any, bias: Any = None
 ) -> tuple[Value, list[Any], Value]:
     """Return the result, all flat results on data, and `x` with a static scale."""
-    x, _ = with_static_scale(x, weight)
-    weight, *others = (None if p is None else as_value(p, x) for p in (weight, *bias))
-    unit = 1.0
+    x, _ = with_static_scale(as_value(x, weight, bias))
+    parameters = [as_value(p, x) for p in (weight, bias) if p is not None]
+    scales, unit = [p.scale for p in parameters], 1.0
     if (
-        others
-        and others[0] is not None
-        and sc.is_static(weight.scale)
-        and sc.is_static(others[0].scale)
+        len(scales) == 2
+        and all(map(sc.is_static, scales))
+        and 2.0**-24 <= scales[0] / scales[1] <= 2.0**24
     ):
         # Use the bias's data, and multiply the result by its scale: scaling the vector
         # could become a separate kernel. The scale of zeros is too far from others.
-        near = 2.0**-24 <= weight.scale / others[0].scale <= 2.0**24
-        unit = others[0].scale if near else 1.0
-    parameters = [
-        None if p is None else v.data32_at(p, unit) for p in (weight, *others)
-    ]
+        unit = scales[1]
+    data = [v.data32_at(p, unit) for p in parameters]
     eps = call.settings["eps"]
     # Not below FP32's smallest number: a row of zeros must stay one.
     out = on_data(
-        call, v.data32(x), *parameters, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
+        call, v.data32(x), *data, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
     )
-    return brought(sc.times(out[0], unit), _weight_size(weight), x.dtype), out, x
+    size = _weight_size(parameters[0])
+    return brought(sc.times(out[0], unit), size, x.dtype), out, x
 
 
 def _weight_size(weight: Any) -> float:
     """Return the size of a norm's output, as far as its weight determines it."""
-    if is_value(weight) and sc.is_static(weight.scale):
+    if v.is_value(weight) and sc.is_static(weight.scale):
         return weight.size
     return 1.0
 
 
 def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
-    y, out, static = _normalized(call, x, weight, *bias)
+    y, out, scaled = _normalized(call, x, weight, *bias)
     if len(out) == 1:  # not differentiated
         return y, None
-    f32 = np.dtype(np.float32)
     # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are
     # those of the data.
-    *mean, rstd = out[2 : -1 - len([b for b in bias if b is not None])]
-    statistics = [
-        *(v.value(m, static.scale, 1.0, f32) for m in mean),
-        v.value(rstd, 1 / static.scale, 1.0, f32),
-    ]
+    *mean, rstd = out[2 : 3 + len(bias)]
+    statistics = [v.value(m, scaled.scale) for m in mean]
+    statistics.append(v.value(rstd, 1 / scaled.scale))
     return y, (x, *statistics, weight, *bias)
 
 
 def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    has_bias = call.name == "layer_norm.bwd"
-    if not has_bias:
-        residuals = (*residuals, None)
-    x, *statistics, weight, bias = residuals
-    gradient, (x, scale) = as_value(gradient, x, weight), with_static_scale(x, weight)
-    parameters = [None if p is None else v.unscaled(p) for p in (weight, bias)]
-    rest = (*statistics, *parameters[: 1 + has_bias])
-    dx, *sums = on_data(call, (v.data32(x), *rest), v.data32(gradient))
+    # (x, mean, rstd, weight, bias) or (x, rrms, weight)
+    x, *rest = residuals
+    statistics, parameters = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    weight = parameters[0]
+    gradient = as_value(gradient, x, weight)
+    x, scale = with_static_scale(as_value(x, weight, gradient))
+    logical = map(v.unscaled, parameters)
+    dx, *sums = on_data(call, (v.data32(x), *statistics, *logical), v.data32(gradient))
     # Rows smaller than sqrt(eps) were divided by sqrt(eps), so their gradient is, too.
     least = math.sqrt(call.settings["eps"])
     size, divisor = x.expected_rms, sc.largest(scale, pow2_round(least))
@@ -388,10 +373,10 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
                 d,
                 gradient.multiple,
                 gradient.expected_rms * math.sqrt(rows),
-                p.dtype if is_value(p) else x.dtype,
+                p.dtype if v.is_value(p) else x.dtype,
                 SQRT_2,
             )
-            for d, p in zip(sums, (weight, bias), strict=False)
+            for d, p in zip(sums, parameters, strict=False)
         ),
     ]
 
@@ -410,7 +395,7 @@ def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -
 
     def apply(change: Callable | None, call: Any, x: Any) -> Any:
         x = in_order(call, x)
-        if change is None or not is_value(x):
+        if change is None or not v.is_value(x):
             return x
         return change(x, **call.settings)
 
@@ -434,12 +419,8 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
 
 
 def _quantized(x: Value, *, fmt: Any) -> Value:
-    return v.value(
-        formats.saturating_cast(fmt.quantize(v.data32(x)), x.dtype),
-        x.scale,
-        x.expected_rms,
-        x.dtype,
-    )
+    data = formats.saturating_cast(fmt.quantize(v.data32(x)), x.dtype)
+    return x.with_scale(data, x.scale)
 
 
 _rms = v.rescaled_by_rms

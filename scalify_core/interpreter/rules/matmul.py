@@ -14,7 +14,6 @@ import numpy as np
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.composite_calls import (
     call_on_data,
-    tree_on_data,
     unused_scales,
 )
 from scalify_core.interpreter.registry import (
@@ -33,12 +32,11 @@ from scalify_core.numerics.compiler_hints import (
 )
 from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.jaxprs import as_traced
-from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 
 
 def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
-    (a, b), dtype = lifted(a, b)
-    a, b = (v.scalar_scale(x) for x in (a, b))
+    (a, b), dtype = lifted(*map(v.scalar_scale, (a, b)))
     operands = as_traced(eqn, [formats.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
         # the user cast to a narrow dtype, and wants a wide result
@@ -109,17 +107,16 @@ _MATRICES = (((1,), (0,)), ((), ()))
 @forward_rule("fp8_dot_general", wide=True)
 def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     product = call.settings["product"]
-    (lhs, rhs), dtype = lifted(lhs, rhs)
-    lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
+    (lhs, rhs), dtype = lifted(*map(v.scalar_scale, (lhs, rhs)))
     power, rms = _sum_of(product.sizes[2], lhs, rhs)
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
         lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
         if lhs.dtype == np.float32:  # its producer writes it in FP8
-            lhs8, lhs_kept = _kept_twice(lhs8, product.dims == _MATRICES)
+            lhs8, lhs_kept = _kept_twice(lhs8, product)
         if product.keep_rhs and rhs.dtype.itemsize == 2:
-            rhs_kept, rhs8 = _kept_twice(rhs8, product.dims == _MATRICES)
+            rhs_kept, rhs8 = _kept_twice(rhs8, product)
         return (
             dot_fp8(lhs8, rhs8, product.dims, dtype, 1 / power, fast=True),
             lhs_kept,
@@ -179,9 +176,9 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     )
 
 
-def _kept_twice(x8: jax.Array, both_ways: bool) -> tuple[jax.Array, jax.Array]:
-    """Return an FP8 array twice, in both orders if asked for."""
-    if both_ways:
+def _kept_twice(x8: jax.Array, product: Product) -> tuple[jax.Array, jax.Array]:
+    """Return an FP8 operand twice; that of a matrix product in both orders."""
+    if product.dims == _MATRICES:
         return kept_in_both_orders(x8)
     return (kept_narrow(x8),) * 2
 
@@ -205,9 +202,8 @@ def _scale(a: Value, b: Value, power: float) -> Any:
 @forward_rule("rounded_product", wide=True)
 def _rounded_forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
     rounded, sizes = call.settings["rounded"], call.settings["sizes"]
-    (lhs, rhs), dtype = lifted(lhs, rhs)
-    lhs, rhs = v.scalar_scale(lhs), v.scalar_scale(rhs)
-    out, *residuals = tree_on_data(call, rounded.forward, v.data32(lhs), v.data32(rhs))
+    (lhs, rhs), dtype = lifted(*map(v.scalar_scale, (lhs, rhs)))
+    out, *residuals = call_on_data(call, rounded.forward, v.data32(lhs), v.data32(rhs))
     return _summed_products(out, lhs, rhs, sizes[2], dtype), tuple(
         _with_scale_of(x, residual)
         for x, residual in zip((lhs, rhs), residuals, strict=True)
@@ -217,19 +213,14 @@ def _rounded_forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 @composite_rule("rounded_product.bwd", wide=True)
 def _rounded_backward(call: Any, residuals: tuple, gradient: Any) -> tuple:
     rounded, (rows, columns, _) = call.settings["rounded"], call.settings["sizes"]
-    lhs, rhs = (jax.tree.leaves(x, is_leaf=_is_value)[0] for x in residuals)
-    data = jax.tree.map(v.data_of, residuals, is_leaf=_is_value)
-    (gradient,), dtype = lifted(gradient)
-    gradient = v.scalar_scale(gradient)
-    d_lhs, d_rhs = tree_on_data(call, rounded.backward, *data, v.data32(gradient))
+    lhs, rhs = (jax.tree.leaves(x, is_leaf=v.is_value)[0] for x in residuals)
+    data = jax.tree.map(v.data_of, residuals, is_leaf=v.is_value)
+    (gradient,), dtype = lifted(v.scalar_scale(gradient))
+    d_lhs, d_rhs = call_on_data(call, rounded.backward, *data, v.data32(gradient))
     return (
         _summed_products(d_lhs, gradient, rhs, columns, dtype),
         _summed_products(d_rhs, lhs, gradient, rows, dtype),
     )
-
-
-def _is_value(x: Any) -> bool:
-    return isinstance(x, Value)
 
 
 def _with_scale_of(x: Value, residual: Any) -> Any:
