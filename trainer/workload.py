@@ -221,11 +221,11 @@ class TrainTask(NamedTuple):
         """
         with contextlib.ExitStack() as contexts:
             if has_constant_fp8_scales(self.model.policy):
-                contexts.enter_context(compiler_hints.scales_in_products())
+                contexts.enter_context(compiler_hints.scales_in_products(True))
             if self.mesh.devices.flat[0].platform == "gpu":
                 contexts.enter_context(marked_attention(self.kernels))
             if takes_any_layout(self.mesh.devices.flat[0]):
-                contexts.enter_context(compiler_hints.products_in_any_layout())
+                contexts.enter_context(compiler_hints.products_in_any_layout(True))
             yield
 
     def jit(self, fun: Callable[..., Any], **settings: Any) -> "JittedAsStep":

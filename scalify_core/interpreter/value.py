@@ -44,6 +44,7 @@ from scalify_core.numerics.scales import (
     MIN_SCALE,
     Multiple,
     Scale,
+    as_multiple,
     as_number,
     broadcast_scale,
     has_any_scale,
@@ -176,8 +177,9 @@ def value(
     """Return `Value` of this data and scale; its format is the data's dtype if not
     given.
     """
-    dtype = np.dtype(data.dtype if dtype is None else dtype)
-    base, multiplier = scale if isinstance(scale, Multiple) else (scale, 1.0)
+    if dtype is None:
+        dtype = data.dtype
+    base, multiplier = as_multiple(scale)
     static = None
     if type(scale) is float:
         base, static, rms_correction = None, scale, None
@@ -186,7 +188,7 @@ def value(
         base,
         static,
         expected_rms,
-        dtype,
+        np.dtype(dtype),
         rms_correction,
         is_fill_value,
         multiplier,
@@ -224,11 +226,15 @@ def lift(x: Any, dtype: np.dtype) -> Value:
     constant = uniform(x)
     if constant is None:
         return value(as_float32(x), 1.0, 1.0, dtype)
-    any_scale = has_any_scale(constant)
-    scale = MIN_SCALE if any_scale else pow2_round(constant)
-    number = np.float32(constant if any_scale else constant / scale)
-    data = lax.full(np.shape(x), number, _F32) if np.shape(x) else number
-    return value(data, scale, 1.0 if any_scale else abs(float(number)), dtype)
+    scale, rms = MIN_SCALE, 1.0
+    if not has_any_scale(constant):
+        scale = pow2_round(constant)
+        constant /= scale
+        rms = abs(float(np.float32(constant)))
+    data = np.float32(constant)
+    if np.shape(x):
+        data = lax.full(np.shape(x), data, _F32)
+    return value(data, scale, rms, dtype)
 
 
 def data32(v: Value) -> Any:
@@ -283,23 +289,17 @@ def logical(v: Any) -> Any:
     """
     if not isinstance(v, Value):
         return materialize(v)
-    return _at_scale(at_least_float32(v.data), v, 1.0)
+    return times(at_least_float32(v.data), v.multiple)
 
 
 def at_scale(v: Value, scale: Scale, expected_rms: float = 1.0) -> Value:
     """Return the value with another scale."""
-    return value(_at_scale(v.data, v, scale), scale, expected_rms, v.dtype)
+    return value(times(v.data, ratio(v.multiple, scale)), scale, expected_rms, v.dtype)
 
 
 def data32_at(v: Value, scale: Scale) -> Any:
     """Return the data that `v` would have at `scale`, in FP32."""
-    return _at_scale(as_float32(v.data), v, scale)
-
-
-def _at_scale(data: Any, v: Value, scale: Scale) -> Any:
-    if is_static(v.scale) and is_static(scale):
-        return times(data, v.scale / scale)
-    return times(data, ratio(v.multiple, scale))
+    return times(data32(v), ratio(v.multiple, scale))
 
 
 def as_divisor(v: Value) -> Value:
@@ -322,7 +322,7 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     if is_static(a.scale) and is_static(b.scale):
         total = math.hypot(a.size, b.size)
         # At the scale of an operand, that operand is added unchanged.
-        for x in (a, b) if a.size >= b.size else (b, a):
+        for x in sorted((a, b), key=lambda x: x.size, reverse=True):
             if 0.5 <= total / x.scale <= 2:
                 return x.scale, total / x.scale, None
         return *scale_and_rms(total), None
@@ -358,10 +358,9 @@ def settled(
     fits = 1 / slack <= expected_rms <= slack
     if fits and (not is_static(scale) or MIN_SCALE <= scale <= MAX_SCALE):
         return value(data, scale, expected_rms, dtype)
-    if is_static(scale):
-        new = pow2_round(scale * expected_rms)
-        return value(times(data, scale / new), new, scale * expected_rms / new, dtype)
     power = pow2_round(expected_rms)
+    if is_static(scale):  # the new scale stays within the range of scales
+        power = pow2_round(scale * expected_rms) / scale
     return value(
         times(data, 1 / power), product(scale, power), expected_rms / power, dtype
     )
@@ -447,21 +446,13 @@ def result_dtype(*operands: Any) -> np.dtype:
     where all are 0-d. FP8 formats are for storage: arithmetic on them alone gives FP16.
     """
     values = [v for v in operands if isinstance(v, Value)]
-    if len({v.dtype for v in values}) == 1 and values[0].dtype.itemsize > 1:
-        return values[0].dtype
     # A scalar beside arrays must not widen them: a learning rate in FP32, as with
     # JAX's weak types.
     formats = {v.dtype for v in values if v.shape} or {v.dtype for v in values}
-    if len(formats) == 1:
-        (only,) = formats
-        if only.itemsize > 1:
-            return only
-        return np.dtype(np.float16)
-    return np.dtype(
-        jnp.result_type(
-            *({f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)})
-        )
-    )
+    wide = {f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)}
+    if len(wide) == 1:
+        return wide.pop()
+    return np.dtype(jnp.result_type(*wide))
 
 
 @jax.tree_util.register_static
@@ -482,10 +473,7 @@ def pack(operands: Any, numbers: Collection[int] = ()) -> list[Any]:
 
     Integers become constants only at the positions `numbers`.
     """
-    return [
-        _multiplied_out(x) if isinstance(x, Value) else _packed(x, i in numbers)
-        for i, x in enumerate(operands)
-    ]
+    return [_packed(x, i in numbers) for i, x in enumerate(operands)]
 
 
 def _multiplied_out(x: Value) -> Value:
@@ -501,14 +489,15 @@ def _multiplied_out(x: Value) -> Value:
 
 
 def _packed(x: Any, is_number: bool) -> Any:
+    if isinstance(x, Value):
+        return _multiplied_out(x)
     if isinstance(x, jax.Ref):
         return x
-    dtype = jnp.result_type(x)
+    number, dtype = uniform(x), jnp.result_type(x)
     is_number = jnp.issubdtype(dtype, jnp.floating) or (
         is_number and jnp.issubdtype(dtype, jnp.integer)
     )
-    number = uniform(x) if is_number else None
-    if number is None:
+    if number is None or not is_number:
         return jnp.asarray(x)
     return Constant(number, np.shape(x), np.dtype(dtype))
 

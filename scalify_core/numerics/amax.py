@@ -118,20 +118,12 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
     """
     magnitude, fmt = lax.abs(x), FloatFormat.of(dtype)
 
-    def within(low: jax.Array, high: jax.Array) -> jax.Array:
-        return lax.bitwise_and(
-            lax.ge(magnitude, spread(low, x.shape)),
-            lax.lt(magnitude, spread(high, x.shape)),
-        )
+    def below(limit: float) -> jax.Array:
+        """Return which elements are below a multiple of the unit."""
+        return lax.lt(magnitude, spread(unit * np.float32(limit), x.shape))
 
-    loses = lax.bitwise_and(
-        lax.gt(magnitude, np.float32(0)),
-        lax.lt(magnitude, spread(unit * fmt.min_normal, x.shape)),
-    )
-    between = within(
-        unit * np.float32(2.0 ** (RESULT_TOP - 14)),
-        unit * np.float32(2.0 ** (RESULT_TOP - 6)),
-    )
+    loses = lax.bitwise_and(lax.gt(magnitude, np.float32(0)), below(fmt.min_normal))
+    between = below(2.0 ** (RESULT_TOP - 6)) & ~below(2.0 ** (RESULT_TOP - 14))
     more = lax.reduce_sum(
         loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim)
     )

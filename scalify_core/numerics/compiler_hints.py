@@ -22,8 +22,7 @@ what happened without the hint (docs/lab.md has more):
 - `barrier`: its callers say why.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,44 +38,17 @@ PRODUCT_OPTIONS: dict[str, Any] = {
     "xla_allow_excess_precision": False,
     "xla_gpu_experimental_force_split_k": 1,
 }
-# Part of the key of JAX's trace cache: a function that is compiled with other options
-# is traced anew.
-_scales_in_products = jax.make_user_context(default_value=False)
+# Both mark traces, `with scales_in_products(True)`, and are part of the key of JAX's
+# trace cache: a function that is compiled with other options is traced anew.
 
-
-@contextlib.contextmanager
-def scales_in_products() -> Iterator[None]:
-    """Mark traces that are compiled for CUDA with `PRODUCT_OPTIONS`.
-
-    There `dot_fp8` multiplies an operand by its constant, and XLA makes of that the
-    operand's scale, an argument of the GEMM. Compiled with other options the results
-    are as good, but products run in 16 bits.
-    """
-    with _scales_in_products(True):
-        yield
-
-
-def products_take_scales() -> bool:
-    """Return whether the current trace is inside `scales_in_products`."""
-    return bool(_scales_in_products.value)
-
-
-_products_in_any_layout = jax.make_user_context(default_value=False)
-
-
-@contextlib.contextmanager
-def products_in_any_layout() -> Iterator[None]:
-    """Mark traces for GPUs whose FP8 products take operands of any memory layout.
-
-    Other GPUs sum over the last axis of both operands, so arrays are transposed.
-    """
-    with _products_in_any_layout(True):
-        yield
-
-
-def products_take_any_layout() -> bool:
-    """Return whether the current trace is inside `products_in_any_layout`."""
-    return bool(_products_in_any_layout.value)
+# The trace is compiled for CUDA with `PRODUCT_OPTIONS`. There `dot_fp8` multiplies an
+# operand by its constant, and XLA makes of that the operand's scale, an argument of the
+# GEMM. Compiled with other options the results are as good, but products run in 16
+# bits.
+scales_in_products = jax.make_user_context(default_value=False)
+# The trace is for GPUs whose FP8 products take operands of any memory layout. Other
+# GPUs sum over the last axis of both operands, so arrays are transposed.
+products_in_any_layout = jax.make_user_context(default_value=False)
 
 
 def barrier[T](tree: T) -> T:
@@ -111,7 +83,7 @@ def kept_in_both_orders(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     The second is transposed from the first, once that is stored. Where products take
     any layout, it is the first.
     """
-    if products_take_any_layout():
+    if products_in_any_layout.value:
         return (kept_narrow(x),) * 2
 
     def cuda(x: jax.Array) -> tuple[jax.Array, jax.Array]:

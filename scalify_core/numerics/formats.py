@@ -109,10 +109,9 @@ class FloatFormat:
         Raises:
             ValueError: no constant of this module has the dtype.
         """
-        # NumPy takes None for FP64.
-        given = None if dtype is None else jnp.dtype(dtype)
+        given = jnp.dtype(dtype)
         for known in _NATIVE:
-            if given is not None and known.dtype == given:
+            if known.dtype == given:
                 return known
         raise ValueError(
             f"{given} has no FloatFormat: known are {[str(f.dtype) for f in _NATIVE]}"
@@ -265,10 +264,7 @@ class FloatFormat:
         rounded = (shifted + offset) & u32(2**32 - 2**cut)
         if self.bias < FP32.bias:
             rounded = as_bits(as_float(rounded) - added)
-        rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
-        special = magnitude if self.infinities else _NAN
-        rounded = jnp.where(magnitude >= _INFINITY, special, rounded)
-        return as_float(rounded | (bits & _SIGN))
+        return self._saturated(rounded, bits)
 
     def _round(self, x: jax.Array) -> jax.Array:
         """Round FP32 `x` to nearest, ties to even.
@@ -290,16 +286,24 @@ class FloatFormat:
         )
         # A larger shift rounds to zero in any case.
         shift = jnp.minimum(shift, u32(25))
-        odd = (significand >> shift) & 1
-        offset = jnp.where(shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0))
-        cut = (
-            (significand + (u32(0) if self.rounding == "truncate" else offset))
-            >> shift
-            << shift
-        )
+        if self.rounding != "truncate":
+            odd = (significand >> shift) & 1
+            significand += jnp.where(
+                shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0)
+            )
+        cut = significand >> shift << shift
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
+        return self._saturated(rounded, bits)
+
+    def _saturated(self, rounded: jax.Array, bits: jax.Array) -> jax.Array:
+        """Return rounded magnitudes as FP32, within the format's range.
+
+        The signs, infinities and NaN are those of `bits`, the unrounded numbers.
+        """
+        special = magnitude = bits & _MAGNITUDE
+        if not self.infinities:
+            special = _NAN
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
-        special = magnitude if self.infinities else _NAN
         rounded = jnp.where(magnitude >= _INFINITY, special, rounded)
         return lax.bitcast_convert_type(rounded | (bits & _SIGN), jnp.float32)
 
@@ -453,8 +457,10 @@ def _pow2_number(x: float, up_from: float) -> float:
     """Return `_pow2` of a Python number."""
     if math.isnan(x):
         return x
-    if x == 0 or math.isinf(x):
-        return 2.0 ** (MIN_SCALE_EXPONENT if x == 0 else MAX_SCALE_EXPONENT)
+    if x == 0:
+        return 2.0**MIN_SCALE_EXPONENT
+    if math.isinf(x):
+        return 2.0**MAX_SCALE_EXPONENT
     significand, exponent = math.frexp(abs(x))
     exponent += (2 * significand >= up_from) - 1
     return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)

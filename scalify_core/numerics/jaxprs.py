@@ -21,18 +21,19 @@ def scope_of(eqn: Any) -> tuple[Any, Any]:
     `jax.sharding.auto_axes` changes the axes.
     """
     ctx = eqn.ctx
-    matters = ctx.xla_metadata or ctx.compute_type or ctx.cur_abstract_mesh.axis_types
-    return eqn.source_info.name_stack, ctx if matters else None
+    if not (ctx.xla_metadata or ctx.compute_type or ctx.cur_abstract_mesh.axis_types):
+        ctx = None
+    return eqn.source_info.name_stack, ctx
 
 
 @contextlib.contextmanager
 def within(scopes: Any, ctx: Any) -> Iterator[None]:
     """Trace inside these named scopes, and in this compiler context unless None."""
-    name = str(scopes)
-    with (
-        jax.named_scope(name) if name else contextlib.nullcontext(),
-        ctx.manager if ctx else contextlib.nullcontext(),
-    ):
+    with contextlib.ExitStack() as stack:
+        if name := str(scopes):
+            stack.enter_context(jax.named_scope(name))
+        if ctx is not None:
+            stack.enter_context(ctx.manager)
         yield
 
 

@@ -56,6 +56,13 @@ class Multiple(NamedTuple):
     by: float
 
 
+def as_multiple(scale: Scale | Multiple) -> Multiple:
+    """Return a scale as a multiple: of itself, if it is none."""
+    if isinstance(scale, Multiple):
+        return scale
+    return Multiple(scale, 1.0)
+
+
 def is_static(scale: Scale) -> bool:
     """Return whether the scale is known while tracing."""
     return isinstance(scale, float)
@@ -63,10 +70,9 @@ def is_static(scale: Scale) -> bool:
 
 def same_scale(a: Scale, b: Scale) -> bool:
     """Return whether two scales are known to be equal."""
-    both = of_one_base(a, b)
-    return a is b or (
-        both[0] == both[1] if both else is_static(a) and is_static(b) and a == b
-    )
+    if (both := of_one_base(a, b)) is not None:
+        return both[0] == both[1]
+    return a is b or (is_static(a) and is_static(b) and a == b)
 
 
 def has_any_scale(number: float | None) -> bool:
@@ -117,22 +123,18 @@ def ratio(a: Any, b: Any) -> Any:
         return product(a, 1 / b)
     if (both := of_one_base(a, b)) is not None:
         return both[0] / both[1]
-    a, by = a if isinstance(a, Multiple) else (a, 1.0)
-    a, b = _arrays(a, b)
-    quotient = lax.mul(a, pow2_inverse(b))
-    quotient = lax.min(
-        quotient if by == 1.0 else lax.mul(quotient, np.float32(by)),
-        np.float32(MAX_SCALE),
-    )
+    base, by = as_multiple(a)
+    base, b = _arrays(base, b)
+    quotient = lax.mul(base, pow2_inverse(b))
+    if by != 1.0:
+        quotient = lax.mul(quotient, np.float32(by))
+    quotient = lax.min(quotient, np.float32(MAX_SCALE))
+    if is_static(a) and a >= LEAST_NONZERO_SCALE:
+        return quotient
     # Data at the scale of zeros may be infinite: times 0 it would be NaN.
-    if isinstance(a, np.generic):
-        if float(a) >= LEAST_NONZERO_SCALE:
-            return quotient
-        return lax.max(quotient, np.float32(MIN_SCALE))
-    zeros = lax.lt(a, np.float32(LEAST_NONZERO_SCALE))
-    return lax.max(
-        quotient, lax.select(zeros, lax.full_like(a, MIN_SCALE), lax.full_like(a, 0))
-    )
+    zeros = lax.lt(base, np.float32(LEAST_NONZERO_SCALE))
+    least = lax.select(zeros, lax.full_like(base, MIN_SCALE), lax.full_like(base, 0))
+    return lax.max(quotient, least)
 
 
 def product(a: Any, b: Any) -> Any:
@@ -142,21 +144,21 @@ def product(a: Any, b: Any) -> Any:
     """
     if is_static(a) and is_static(b):
         return a * b
-    if is_static(a) or is_static(b):
-        static, dynamic = (a, b) if is_static(a) else (b, a)
-        if static == 1.0:
-            return dynamic
+    if is_static(b):
+        a, b = b, a
+    if is_static(a):
+        if a == 1.0:
+            return b
+        base, by = as_multiple(b)
+        by *= a
         # Only powers of two are kept apart: their product with the base is exact.
-        base, by = dynamic if isinstance(dynamic, Multiple) else (dynamic, 1.0)
-        if (
-            base.ndim == 0
-            and MIN_SCALE <= by * static <= MAX_SCALE
-            and math.frexp(static)[0] == 0.5
-        ):
-            if by * static == 1.0:
+        is_power = math.frexp(a)[0] == 0.5
+        if is_power and base.ndim == 0 and MIN_SCALE <= by <= MAX_SCALE:
+            if by == 1.0:
                 return base
-            return Multiple(base, by * static)
-        return _multiplied(dynamic := as_number(dynamic), np.float32(static), dynamic)
+            return Multiple(base, by)
+        b = as_number(b)
+        return _multiplied(b, np.float32(a), b)
     a, b = _arrays(a, b)
     return _multiplied(a, b, lax.min(a, b))
 
@@ -298,11 +300,7 @@ def of_one_base(*scales: Any) -> tuple[float, ...] | None:
 
     None: they are not.
     """
-    parts = [
-        s if isinstance(s, Multiple) else Multiple(s, 1.0)
-        for s in scales
-        if not is_static(s)
-    ]
+    parts = [as_multiple(s) for s in scales if not is_static(s)]
     one = len(parts) == len(scales) and all(
         part.base is parts[0].base for part in parts
     )

@@ -468,7 +468,7 @@ def dot_fp8(
     fits = float(np.asarray(alpha, dtype)) == alpha and (
         dtype != jnp.float16 or alpha >= FP16.min_normal
     )
-    given = alpha != 1 and compiler_hints.products_take_scales()
+    given = alpha != 1 and compiler_hints.scales_in_products.value
 
     def cuda(lhs8: jax.Array, rhs8: jax.Array) -> jax.Array:
         # Contracted axes last in both operands, which is the layout that cuBLASLt
@@ -476,7 +476,7 @@ def dot_fp8(
         # algorithm of every product written as (rows, k) (k, columns), after which the
         # product would no longer be FP8.
         order = dims
-        if not compiler_hints.products_take_any_layout():
+        if not compiler_hints.products_in_any_layout.value:
             (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
             lhs8 = _contracted_last(lhs8, lhs_contract, lhs_batch)
             rhs8 = _contracted_last(rhs8, rhs_contract, rhs_batch)

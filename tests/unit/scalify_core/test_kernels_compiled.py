@@ -157,7 +157,7 @@ def constants_of_products(text):
 
 def compiled_as_trained(shardings, fun, *shapes):
     """Optimised HLO of a program whose FP8 products take their constants."""
-    with compiler_hints.scales_in_products():
+    with compiler_hints.scales_in_products(True):
         return compiled_text(shardings, fun, *shapes, **compiler_hints.PRODUCT_OPTIONS)
 
 
