@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 import scalify_core.interpreter.measured.composites
@@ -24,6 +23,7 @@ from scalify_core.array.scaled_array import is_scaled_array, with_scale
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import Reading
+from scalify_core.interpreter.reference_trace import Program
 from scalify_core.interpreter.value import Value, narrow, value
 from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
@@ -92,16 +92,16 @@ class Evaluator:
         if self.measures:
             return measuring.results(eqn, operands, jaxpr, evaluate=inner)
         rule = registry.rule_of(eqn)
-        operands = [rule.as_read(x) if isinstance(x, Value) else x for x in operands]
+        operands = list(map(rule.as_read, operands))
         if rule.control:
             out = rule.fun(eqn, *operands, evaluate=inner)
         else:
             out = rule.fun(eqn, *operands)
         stored = stored_variables(jaxpr)
-        return [
-            _rounded_once(x) if var in stored and isinstance(x, Value) else x
-            for var, x in zip(eqn.outvars, out, strict=True)
-        ]
+        for i, var in enumerate(eqn.outvars):
+            if var in stored:
+                out[i] = _rounded_once(out[i])
+        return out
 
     def stacked(self, jaxpr: Any, ys: list[Any]) -> list[Any]:
         """Return the last results of a scan's body as their stacks hold them."""
@@ -114,27 +114,15 @@ class Evaluator:
             for y, reading, var in made
         ]
 
-    def arrays(
-        self,
-        jaxpr: Any,
-        leaves: Sequence[Any],
-        dtypes: Sequence[np.dtype | None] = (),
-    ) -> list[Any]:
-        """Return the results of a jaxpr of arrays and ScaledArrays, as such.
-
-        Args:
-            jaxpr: the program, traced with float32 arrays for ScaledArrays.
-            leaves: its arguments.
-            dtypes: the dtypes of the results in plain code; None where unknown. They
-                are used where scales are measured.
-        """
+    def arrays(self, program: Program, leaves: Sequence[Any]) -> list[Any]:
+        """Return the results of a program of arrays and ScaledArrays, as such."""
         args = list(map(as_operand, leaves))
-        out = self(jaxpr, args)
+        out = self(program.jaxpr, args)
         if self.measures:
-            out = measuring.leaving(jaxpr, args, out, dtypes)
+            out = measuring.leaving(program.jaxpr, args, out, program.dtypes)
             # An argument that comes back is that argument: no copy, and no new scale.
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
-            return [given[id(x)] if id(x) in given else _as_result(x) for x in out]
+            out = [given.get(id(x), x) for x in out]
         return list(map(_as_result, out))
 
 
@@ -145,8 +133,8 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     )
 
 
-def _rounded_once(x: Value) -> Value:
-    if x.shape and not x.is_fill_value:
+def _rounded_once(x: Any) -> Any:
+    if isinstance(x, Value) and x.shape and not x.is_fill_value:
         return dataclasses.replace(narrow(x), pre_rescale=x.pre_rescale)
     return x
 
@@ -200,13 +188,19 @@ def as_operand(x: Any) -> Any:
         scale = broadcast_scale(jnp.asarray(scale, jnp.float32), x)
         if scale.size == 1:
             scale = scale.reshape(())
-    return value(
-        x.data if isinstance(x.data, jax.Array) else jnp.asarray(x.data), scale
-    )
+    return value(jnp.asarray(x.data), scale)
 
 
 def _as_result(x: Any) -> Any:
-    """Return a result of a program; a value, in its format, as a ScaledArray."""
+    """Return a result of a program; a value, in its format, as a ScaledArray.
+
+    An FP32 scalar is returned plain, since losses are compared, averaged and branched
+    on.
+    """
     if isinstance(x, Value):
-        return with_scale(narrow(x).data, x.scale)
-    return materialize(x)
+        x = with_scale(narrow(x).data, x.scale)
+    if not is_scaled_array(x):
+        return jnp.asarray(materialize(x))
+    if x.shape == () and x.dtype == jnp.float32:
+        return x.unscale()
+    return x

@@ -70,9 +70,11 @@ class Rule:
     control: bool = False
     passes: tuple[int, int] | None = None
 
-    def as_read(self, x: Value) -> Value:
+    def as_read(self, x: Any) -> Any:
         """Return an operand in the form that the rule reads."""
-        if self.wide or (self.control and x.is_fill_value):
+        if not isinstance(x, Value) or self.wide:
+            return x
+        if self.control and x.is_fill_value:
             return x
         return v.narrow(x)
 

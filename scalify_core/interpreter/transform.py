@@ -5,7 +5,6 @@ of a scalified function.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,12 @@ def scalify(
         ValueError: `scales` is unknown.
         TypeError: differentiated with respect to a ScaledArray.
     """
-    evaluate = _evaluator(scales)
+    if scales not in get_args(ScalePolicy):
+        raise ValueError(
+            f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
+            ' "static" (propagated)'
+        )
+    evaluate = Evaluator(scales == "auto").arrays
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -126,34 +130,6 @@ def _is_traced(x: ScaledArray) -> bool:
     return any(isinstance(y, jax.core.Tracer) for y in (x.data, x.scale))
 
 
-def _evaluator(scales: ScalePolicy) -> Callable[[Program, Sequence[Any]], list[Any]]:
-    """Return the function that evaluates a program on arrays and ScaledArrays.
-
-    An FP32 scalar is returned plain, since losses are compared, averaged and branched
-    on.
-    """
-    if scales not in get_args(ScalePolicy):
-        raise ValueError(
-            f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
-            ' "static" (propagated)'
-        )
-    evaluator = Evaluator(scales == "auto")
-
-    def evaluate(program: Program, leaves: Sequence[Any]) -> list[Any]:
-        results = evaluator.arrays(program.jaxpr, leaves, program.dtypes)
-        return list(map(_returned, results))
-
-    return evaluate
-
-
-def _returned(x: Any) -> Any:
-    if not is_scaled_array(x):
-        return jnp.asarray(x)
-    if x.shape == () and x.dtype == jnp.float32:
-        return x.unscale()
-    return x
-
-
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pause the garbage collector.
@@ -187,14 +163,6 @@ _NARROW = (
 Evaluate = Callable[[Program, Sequence[Any]], list[Any]]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """The arguments that are differentiated, by position."""
-
-    positions: tuple[int, ...]
-
-
 def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[Any]]:
     """Return the evaluation of a program, with a gradient for its plain arguments.
 
@@ -209,29 +177,29 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         leaves = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-        wanted = tuple(
-            i
+        # The arguments to differentiate are keys: residuals are arrays, but for the
+        # structure of their tree.
+        wanted = {
+            i: None
             for i, x in enumerate(primals)
             if _is_primal(x) and x.perturbed and is_float(x.value)
-        )
+        }
         out = scaled(*leaves)
-        scales = [x.scale if is_scaled_array(x) else None for x in out]
-        return out, (leaves, scales, _Numbers(wanted))
+        return out, (leaves, [getattr(x, "scale", None) for x in out], wanted)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         leaves, scales, wanted = not_differentiable(residuals, _SECOND)
-        numbers, given = [], []
+        given = {}
         for i, (cotangent, scale) in enumerate(zip(cotangents, scales, strict=True)):
             value = _logical(cotangent, scale)
             if value is not None:
-                numbers.append(i)
-                given.append(not_differentiable(value, _SECOND))
-        if not given:
-            return (None,) * len(leaves)
-        computed = evaluate(program.vjp(wanted.positions, numbers), [*leaves, *given])
+                given[i] = not_differentiable(value, _SECOND)
         gradients: list[Any] = [None] * len(leaves)
-        for i, gradient in zip(wanted.positions, computed, strict=True):
-            gradients[i] = asarray(gradient, jnp.result_type(leaves[i]))
+        if given:
+            vjp = program.vjp(tuple(wanted), tuple(given))
+            computed = evaluate(vjp, [*leaves, *given.values()])
+            for i, gradient in zip(wanted, computed, strict=True):
+                gradients[i] = asarray(gradient, jnp.result_type(leaves[i]))
         return tuple(gradients)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
@@ -244,7 +212,9 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
 
 def _logical(cotangent: Any, scale: Any) -> Any:
     """Return the cotangent of a result's value; None where it is known to be zero."""
-    data = cotangent.data if is_scaled_array(cotangent) else cotangent
+    data = cotangent
+    if is_scaled_array(cotangent):
+        data = cotangent.data
     if isinstance(data, SymbolicZero) or data.dtype == jax.dtypes.float0:
         return None
     if scale is None:

@@ -56,15 +56,15 @@ def _packed_results(
 ) -> list[Any]:
     out = evaluate(jaxpr, unpack(packed))
     if not evaluate.measures:
-        out = [
-            _result(x, i < carry_count) if isinstance(x, Value) else x
-            for i, x in enumerate(out)
-        ]
+        out = [_result(x, i < carry_count) for i, x in enumerate(out)]
     return pack(out)
 
 
-def _result(x: Value, wide: bool) -> Value:
-    x = x if wide or x.is_fill_value else narrow(x)
+def _result(x: Any, wide: bool) -> Any:
+    if not isinstance(x, Value):
+        return x
+    if not wide and not x.is_fill_value:
+        x = narrow(x)
     return dataclasses.replace(x, rms_correction=None)
 
 

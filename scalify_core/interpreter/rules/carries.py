@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from scalify_core.interpreter import value as v
@@ -92,12 +91,12 @@ def wide_carry_forms(carry_after: Callable, init: Sequence[Any]) -> list[Form | 
     while True:
         out = carry_after(carry)
         grown = [
-            isinstance(y, Value) and not isinstance(x, Value)
-            for x, y in zip(carry, out, strict=True)
+            i for i, x in enumerate(carry) if v.is_value(out[i]) and not v.is_value(x)
         ]
-        carry = [y if g else x for x, y, g in zip(carry, out, grown, strict=True)]
-        if not any(grown):
+        if not grown:
             return [wide_form([x]) for x in carry]
+        for i in grown:
+            carry[i] = out[i]
 
 
 def to_form(x: Any, form: Form | None) -> Any:
@@ -116,13 +115,11 @@ def to_form(x: Any, form: Form | None) -> Any:
     x = v.scalar_scale(x)
     if form.scale is None:
         x = v.exact(x)
-        scale = np.float32(x.scale) if sc.is_static(x.scale) else x.scale
-        return _formed(x.data, jnp.asarray(scale), form)
-    return _formed(
-        x.data if sc.same_scale(x.scale, form.scale) else v.data32_at(x, form.scale),
-        form.scale,
-        form,
-    )
+        return _formed(x.data, jnp.asarray(x.scale, jnp.float32), form)
+    data = x.data
+    if not sc.same_scale(x.scale, form.scale):
+        data = v.data32_at(x, form.scale)
+    return _formed(data, form.scale, form)
 
 
 def _formed(data: Any, scale: Any, form: Form) -> Value:
@@ -190,12 +187,10 @@ def coarse(x: Any) -> Any:
     """Return a value or form whose expected RMS is a power of two, mostly 1."""
     if not isinstance(x, (Value, Form)) or x.expected_rms == v.MEASURED:
         return x
-    return dataclasses.replace(
-        x,
-        expected_rms=1.0
-        if 0.5 <= x.expected_rms <= 2.0
-        else pow2_round(x.expected_rms),
-    )
+    rms = 1.0
+    if not 0.5 <= x.expected_rms <= 2.0:
+        rms = pow2_round(x.expected_rms)
+    return dataclasses.replace(x, expected_rms=rms)
 
 
 def _after(x: Any, y: Any) -> Any:
@@ -242,16 +237,18 @@ def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
         return None
     first, starts = values[0], _is_start(part, length)
     wide = starts or any(x.is_fill_value for x in values)
+    # A start value says nothing about the sizes of later values.
+    sizes, far_scale = list(map(_size, part)), None
+    if starts:
+        sizes, far_scale = list(map(_size, values)), 1.0
     if not sc.is_static(last.scale):
         rms = last.expected_rms if last is part[0] else 1.0
-        return Form(1.0 if starts else None, rms, first.dtype, wide)
-    # A start value says nothing about the sizes of later values.
-    sizes = [_size(x) for x in (values if starts else part)]
+        return Form(far_scale, rms, first.dtype, wide)
     if not any(sizes):
         return Form(last.scale, last.expected_rms, first.dtype, wide)
     reached = _reached(sizes, length)
     if max(reached) > _FAR * min(reached):
-        return Form(1.0 if starts else None, 1.0, first.dtype, wide)
+        return Form(far_scale, 1.0, first.dtype, wide)
     middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
     scale = pow2_round(middle)
     if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2:
@@ -270,7 +267,7 @@ def _is_start(part: Sequence[Any], length: int | None) -> bool:
     included. Beside static scales it is a finite constant far larger than the values
     after the first iterations: infinities are the same at every scale.
     """
-    constant = None if isinstance(part[0], Value) else v.uniform(part[0])
+    constant = v.uniform(part[0])
     if not constant or math.isnan(constant):
         return False
     if not sc.is_static(part[-1].scale):

@@ -60,8 +60,10 @@ def _collective(
     out = bind_all(eqn, *map(v.data_of, operands))
     for i, x in enumerate(operands):
         if isinstance(x, Value):
-            data, growth = (saturated(out[i]), _growth(eqn, x)) if adds else (out[i], 1)
-            out[i] = v.settled(data, x.multiple, x.expected_rms * growth, x.dtype)
+            rms = x.expected_rms
+            if adds:
+                out[i], rms = saturated(out[i]), rms * _growth(eqn, x)
+            out[i] = v.settled(out[i], x.multiple, rms, x.dtype)
     return out
 
 

@@ -92,9 +92,9 @@ def brought(x: Any, size: Any, dtype: Any) -> Value:
 
     The size is a number, or an FP32 scalar.
     """
-    scale, rms = (
-        sc.scale_and_rms(size) if sc.is_static(size) else (pow2_round(size), 1.0)
-    )
+    scale, rms = pow2_round(size), 1.0
+    if sc.is_static(size):
+        rms = size / scale
     return v.value(sc.times(x, sc.ratio(1.0, scale)), scale, rms, dtype)
 
 

@@ -56,17 +56,19 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
     """Return for each result the number of the argument that it is, or None."""
     origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+
+    def origin(atom: Any) -> int | None:
+        if isinstance(atom, Literal):
+            return None
+        return origins.get(atom)
+
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
             inner = _arguments_returned(eqn.params["jaxpr"])
             for var, i in zip(eqn.outvars, inner, strict=True):
-                atom = None if i is None else eqn.invars[i]
-                is_variable = atom is not None and not isinstance(atom, Literal)
-                origins[var] = origins.get(atom) if is_variable else None
-    return tuple(
-        None if isinstance(atom, Literal) else origins.get(atom)
-        for atom in jaxpr.outvars
-    )
+                if i is not None:
+                    origins[var] = origin(eqn.invars[i])
+    return tuple(map(origin, jaxpr.outvars))
 
 
 @per_jaxpr
@@ -230,9 +232,8 @@ def _specs(x: Any, spec: Any) -> Any:
     differs along.
     """
     if isinstance(x, Value):
-        dynamic, correction = (
-            None if s is None else _spec_of_scale(s, spec)
-            for s in (x.dynamic, x.rms_correction)
+        dynamic, correction = jax.tree.map(
+            lambda scale: _spec_of_scale(scale, spec), (x.dynamic, x.rms_correction)
         )
         return dataclasses.replace(
             x, data=spec, dynamic=dynamic, rms_correction=correction

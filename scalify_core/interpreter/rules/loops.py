@@ -69,13 +69,13 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     )
     # Scales are multiplied out before the loop, not in every iteration.
     consts = unpack(pack(consts))
-    sliced, stacks = zip(*map(_slices, xs), strict=True) if xs else ((), ())
+    sliced = list(map(_slices, xs))
 
     def step(carry: Sequence[Any], slices: Any) -> list:
         return run(
             jaxpr,
             evaluate,
-            [*consts, *carry, *map(_of_slice, slices, stacks)],
+            [*consts, *carry, *map(_of_slice, slices, xs)],
             len(init),
         )
 
@@ -180,18 +180,19 @@ def _carried(parts: Iterable[Any], avals: Sequence[Any]) -> list[Any]:
     return pack(map(v.typed_as, parts, avals))
 
 
-def _slices(x: Any) -> tuple[Any, Any]:
-    """Return the arrays of a scanned operand that are sliced, and the operand.
+def _slices(x: Any) -> tuple[Any, Any, dict]:
+    """Return the arrays of a scanned operand that are sliced.
 
     They are the data of it and of its copies, and scales that differ along the leading
     axis.
     """
     if not isinstance(x, Value):
-        return (formats.materialize(x), None, {}), None
-    copies = {key: _slices(copy)[0] for key, copy in x.copies.items()}
+        return formats.materialize(x), None, {}
+    copies = {key: _slices(copy) for key, copy in x.copies.items()}
     scale = x.scale
-    is_sliced = not sc.is_static(scale) and scale.shape[:1] not in ((), (1,))
-    return (x.data, scale if is_sliced else None, copies), x
+    if sc.is_static(scale) or scale.shape[:1] in ((), (1,)):
+        scale = None
+    return x.data, scale, copies
 
 
 def _end(x: Any, last: bool) -> Any:
@@ -203,7 +204,7 @@ def _end(x: Any, last: bool) -> Any:
 
 def _of_slice(pieces: Any, stack: Any) -> Any:
     data, scale, copies = pieces
-    if stack is None:
+    if not isinstance(stack, Value):
         return data
     if scale is None:
         scale = stack.scale
