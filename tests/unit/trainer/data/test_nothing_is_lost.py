@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 from corpora import documents_of, prepared, rows, write
 from library_tokenizers import END, byte_level, saved
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
@@ -140,6 +146,18 @@ def test_text_that_spells_an_end_which_is_not_marked_special_does_not_end(tmp_pa
     tokenizer = get_tokenizer(str(tmp_path))
     assert tokenizer.eot == 11
     assert tokenizer.encode("a</s>b") == [0, 10, 1]
+
+
+def test_a_post_processor_repeats_no_text(tmp_path):
+    twice = processors.TemplateProcessing(single="$A $A", special_tokens=[])
+    saved(tmp_path, **letters(), post_processor=twice)
+    tokenizer = get_tokenizer(str(tmp_path))
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        assert list(encode("abc")) == [0, 1, 2]
+    assert tokenizer.encode_array("b\n", "a\n", "c").tolist() == [1, 0]
+    # transformers reads an export as it read the original.
+    tokenizer.save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
 
 
 NAMES = {
