@@ -16,7 +16,7 @@ import numpy.typing as npt
 import tokenizers
 
 from trainer.data.bpe_files import TokenIds, added_ids, is_bpe
-from trainer.data.byte_spelling import unspell
+from trainer.data.byte_spelling import SPELLING, unspell
 from trainer.data.line_cuts import is_line_safe
 from trainer.data.tokenizer_bounds import refuse_growth_and_slow_patterns
 from trainer.data.tokenizer_settings import (
@@ -34,6 +34,8 @@ from trainer.files import well_formed, write_atomically
 TOKENIZER_JSON = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Letters that no vocabulary has; a tokenizer that drops both encodes them alike.
+CUNEIFORM = ("\U00012000", "\U00012001")
 
 
 class NoToken(UserError):
@@ -78,21 +80,24 @@ class JSONTokenizer:
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self._has_unknown = has_unknown(tree["model"])
-        # Byte-pair encoding drops bytes without a token; other models raise an error.
-        self._lost_bytes: set[int] = set()
-        if is_bpe(tree["model"]) and not self._has_unknown:
-            self._lost_bytes = {i for i in range(256) if bytes([i]) not in self.tokens}
-        # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
-        # bytes, so in other tokenizers it could not find a lost character.
-        splits_into_bytes = has_part(tree.get("pre_tokenizer"), "ByteLevel")
-        if self._lost_bytes and not splits_into_bytes:
-            raise self._no_token("characters outside of its vocabulary")
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
             # Otherwise a document would end where a text spells this token.
             tokenizer.add_special_tokens([end])
         disable_special_tokens(tokenizer, tree, self.special_tokens)
+        # Byte-pair encoding drops bytes without a token; other models raise an error.
+        self._lost_bytes: set[int] = set()
+        if is_bpe(tree["model"]) and not self._has_unknown:
+            self._lost_bytes = {
+                byte for byte in range(256) if bytes([byte]) not in self.tokens
+            }
+            # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
+            # bytes, so in other tokenizers it could not find a lost character.
+            if has_part(tree.get("pre_tokenizer"), "ByteLevel"):
+                self._lost_bytes |= bytes_lost_in_words(tokenizer.model)
+            elif self._lost_bytes or self._drops_cuneiform():
+                raise self._no_token("characters outside of its vocabulary")
         self.line_safe = is_line_safe(tree, tokenizer)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
@@ -139,6 +144,10 @@ class JSONTokenizer:
                 raise self._no_token(f"a word of {text[:40]!r}") from error
         return encoding
 
+    def _drops_cuneiform(self) -> bool:
+        first, second = map(self.encode, CUNEIFORM)
+        return first == second
+
     def _refuse_lost(self, text: str) -> None:
         """Raise NoToken for the first character with a byte that has no token."""
         normalizer = self._tokenizer.normalizer
@@ -156,6 +165,11 @@ class JSONTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer. A space that the encoding adds before a text is removed."""
+        # A decoder may panic at some tokens only.
+        with well_formed(f"tokenizer {self.name}", "download or copy it again"):
+            return self._decode(ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         pieces, run = [], list[int]()
         for i in map(int, ids):
             if i in self._known:
@@ -228,6 +242,22 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
 def has_unknown(model: dict[str, Any]) -> bool:
     """Return whether a model has a token for unknown characters or words."""
     return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
+
+
+def bytes_lost_in_words(model: tokenizers.models.Model) -> set[int]:
+    """Return the bytes that a byte-level model drops at some place of a word.
+
+    With a mark such as ## or </w> a byte has another token inside a word, or at its
+    end.
+    """
+    lost = set()
+    for byte, char in SPELLING.items():
+        for word in (char, char * 3):
+            tokens = model.tokenize(word)
+            # A dropped byte does not count in the ends of tokens.
+            if not tokens or tokens[-1].offsets[1] < len(word.encode()):
+                lost.add(byte)
+    return lost
 
 
 def disable_special_tokens(

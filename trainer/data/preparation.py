@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import string
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -47,7 +46,12 @@ from trainer.data.shards import (
     read_json_or_empty,
     repair,
 )
-from trainer.data.tokenizer import Tokenizer, changed_characters, get_tokenizer
+from trainer.data.tokenizer import (
+    TRIED,
+    Tokenizer,
+    changed_characters,
+    get_tokenizer,
+)
 from trainer.errors import UserError
 from trainer.files import (
     LOG_BYTES,
@@ -207,8 +211,8 @@ def prepare(
             if changed := changed_characters(tokenizer):
                 note(
                     f"data.tokenizer={tokenizer_name} changes or leaves out"
-                    f" {len(changed)} of the {len(string.printable)} characters of"
-                    f" ASCII in a text: {changed!r}"
+                    f" {len(changed)} of {len(TRIED)} characters of ASCII and other"
+                    f" scripts in a text: {changed!r}"
                 )
             encoder = Encoder(
                 tokenizer,

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import string
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,11 @@ from trainer.files import path_of, well_formed, write_atomically
 Ids = npt.NDArray[np.unsignedinteger]
 
 
+# Characters that are tried with each tokenizer: ASCII, a combining accent, and letters
+# and signs of other scripts.
+TRIED = string.printable + (
+    "\u0301\u00e9\u03c9\u0436\u05d0\u0639\u0915\u4e2d\u3042\ud55c\u20ac\U0001f642"
+)
 UNUSED_CHARACTER = "\U0010fffd"
 COPY_AGAIN = "download or copy it again"
 REPLACEMENT = "\ufffd"  # Unicode's replacement character
@@ -310,26 +316,29 @@ def refuse_unusable_ids(tokenizer: Tokenizer) -> None:
     end = end_of(tokenizer)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
         ids = tokenizer.encode(f"A text, of 2 lines, and {end}.\n{UNUSED_CHARACTER}")
-        tokenizer.decode(ids)
         if tokenizer.eot in ids:
             raise UserError(
                 f"tokenizer {tokenizer.name} ends a document with {end!r}, which is"
                 " also its unknown token, so that a text would end at each unknown"
                 " character; give it an end or an unknown token of its own"
             )
+    # A decoder may panic at some characters.
+    changed_characters(tokenizer)
 
 
 def changed_characters(tokenizer: Tokenizer) -> str:
-    """Return the ASCII characters that encoding and decoding changes or drops.
+    """Return the characters of TRIED that encoding and decoding changes or drops.
 
-    A tokenizer may lower letters, drop line ends or the spaces around a text, or have
-    no token for a character.
+    A tokenizer may lower letters, drop line ends, a script or the spaces around a text,
+    or have no token for a character.
     """
     changed = []
-    for char in string.printable:
+    for char in TRIED:
         with contextlib.suppress(NoToken):  # A text with `char` is refused.
             ids = tokenizer.encode(f"{char}a{char}a{char}")
-            if tokenizer.decode(ids).count(char) < 3:
+            # Composing and decomposing change no character.
+            text = unicodedata.normalize("NFD", tokenizer.decode(ids))
+            if text.count(unicodedata.normalize("NFD", char)) < 3:
                 changed.append(char)
     return "".join(changed)
 

@@ -8,6 +8,8 @@ from corpora import documents_of, prepared, rows, write
 from library_tokenizers import END, byte_level, saved
 from tokenizers import (
     AddedToken,
+    Regex,
+    decoders,
     models,
     normalizers,
     pre_tokenizers,
@@ -18,7 +20,7 @@ from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.preparation import SEARCHED, note_special_tokens
-from trainer.data.tokenizer import changed_characters
+from trainer.data.tokenizer import TRIED, changed_characters
 from trainer.errors import UserError
 
 LETTERS = {letter: i for i, letter in enumerate("abcdefghij")}
@@ -49,8 +51,19 @@ def test_a_nul_in_a_text_ends_no_document(tmp_path):
 # As the library trains one without being given the alphabet of all bytes, with the
 # bytes of a combining accent.
 SOME_BYTES = byte_level(of_bytes=[*b"abcdefghij\xc3", *"\u0301".encode()])
+EACH_BYTE = {char: i for i, char in enumerate(SPELLING.values())}
+
+
+def with_marks(mark, **settings):
+    """All bytes, of which only ASCII has tokens with a mark, such as ##a or a</w>."""
+    marked = {mark.format(chr(i)): 256 + i for i in range(33, 127)}
+    return byte_level() | {"model": models.BPE(EACH_BYTE | marked, [], **settings)}
+
+
 WITHOUT = {
     "byte level": SOME_BYTES,
+    "inside a word": with_marks("##{}", continuing_subword_prefix="##"),
+    "at its end": with_marks("{}</w>", end_of_word_suffix="</w>"),
     "composed": SOME_BYTES | {"normalizer": normalizers.NFC()},
     "unigram": {"model": models.Unigram([(letter, -1.0) for letter in LETTERS])},
     "words": {
@@ -99,6 +112,18 @@ def test_a_model_that_would_lose_text_is_refused(
         get_tokenizer(str(tmp_path))
 
 
+def test_letters_that_spell_bytes_are_tokens_of_bytes_only_behind_a_byte_level_part(
+    tmp_path,
+):
+    model, decoder = byte_level()["model"], decoders.ByteLevel()
+    saved(tmp_path, model, decoder=decoder, normalizer=normalizers.ByteLevel())
+    tokenizer = get_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("a\u4e2d")) == "a\u4e2d"
+    saved(tmp_path, model, decoder=decoder)
+    with pytest.raises(UserError, match=NO_UNKNOWN):
+        get_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["byte", "with marks"])
 def test_special_tokens_that_a_text_spells_are_said(tmp_path, capsys, kind):
     """Elsewhere TinyStories' separator is the token that ends a document."""
@@ -136,8 +161,51 @@ def test_characters_that_a_tokenizer_changes_are_said_once(tmp_path, capsys):
     assert r"\n" in line
     assert "AB" in line
     assert changed_characters(get_tokenizer("byte")) == ""
-    saved(tmp_path, **byte_level(), normalizer=normalizers.Strip())
-    assert changed_characters(get_tokenizer(str(tmp_path))) == " \t\n\r\x0b\x0c"
+
+
+OF_BYTES = byte_level() | {"decoder": decoders.ByteLevel()}
+NOT_ASCII = Regex(r"[^\x00-\x7f]+")
+DROPPED_WORDS = [pre_tokenizers.Split(NOT_ASCII, "removed"), OF_BYTES["pre_tokenizer"]]
+ASCII = models.BPE({chr(i): i for i in range(128)}, [], unk_token="\0", fuse_unk=True)
+OTHERS = "".join(char for char in TRIED if not char.isascii())
+
+
+@pytest.mark.parametrize(
+    ("parts", "changed"),
+    [
+        (OF_BYTES, ""),
+        (OF_BYTES | {"normalizer": normalizers.NFD()}, ""),
+        (OF_BYTES | {"normalizer": normalizers.NFKC()}, ""),
+        (OF_BYTES | {"normalizer": normalizers.Strip()}, " \t\n\r\x0b\x0c"),
+        (OF_BYTES | {"normalizer": normalizers.Replace(NOT_ASCII, "")}, OTHERS),
+        (OF_BYTES | {"pre_tokenizer": pre_tokenizers.Sequence(DROPPED_WORDS)}, OTHERS),
+        ({"model": ASCII, "decoder": decoders.Fuse()}, OTHERS),
+    ],
+    ids=["none", "NFD", "NFKC", "strip", "normalizer", "words", "unknown token"],
+)
+def test_a_script_that_a_tokenizer_drops_is_changed(tmp_path, parts, changed):
+    saved(tmp_path, **parts)
+    assert changed_characters(get_tokenizer(str(tmp_path))) == changed
+
+
+def test_a_panic_of_a_decoder_is_an_error_in_a_line(tmp_path):
+    """It panics at a token that it strips to nothing, here a byte of a letter."""
+
+    def write_with_strip(spelling):
+        strip = decoders.Strip(spelling, 0, 9)
+        decoder = decoders.Sequence([strip, decoders.ByteLevel()])
+        composed = {"normalizer": normalizers.NFC(), "decoder": decoder}
+        saved(tmp_path, **OF_BYTES | composed)
+
+    write_with_strip(SPELLING["\u4e2d".encode()[0]])
+    with pytest.raises(UserError, match=r"is damaged \(Panic") as refused:
+        get_tokenizer(str(tmp_path))
+    assert "\n" not in str(refused.value)
+    write_with_strip(SPELLING["\u5b57".encode()[0]])
+    tokenizer = get_tokenizer(str(tmp_path))
+    ids = tokenizer.encode("\u5b57")
+    with pytest.raises(UserError, match=r"is damaged \(Panic"):
+        tokenizer.decode(ids)
 
 
 def test_text_that_spells_an_end_which_is_not_marked_special_does_not_end(tmp_path):
