@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from trainer.cli.arguments import argument
 from trainer.config.composition import compose_config
 from trainer.config.schema import Data
 from trainer.data import Manifest
+from trainer.data.json_tokenizer import JSONTokenizer
 from trainer.errors import UserError
 from trainer.text import show
 
@@ -37,8 +40,9 @@ class Arguments:
 def describe(manifest: Manifest) -> list[str]:
     """Return lines with counts by split, the tokenizer and the directory."""
     lines = [
-        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens,"
-        f" {split.bytes:,} bytes of text, {len(split.shards)} shards"
+        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens"
+        f"{unknown_share(manifest, name)}, {split.bytes:,} bytes of text,"
+        f" {len(split.shards)} shards"
         for name, split in manifest.splits.items()
     ]
     if manifest.skipped:
@@ -48,6 +52,20 @@ def describe(manifest: Manifest) -> list[str]:
         f" ({manifest.dtype})"
     )
     return [*lines, f"directory: {manifest.directory}"]
+
+
+def unknown_share(manifest: Manifest, split: str) -> str:
+    """Return ` (2.5% unknown)`, or nothing if no token of a split is unknown."""
+    tokenizer = manifest.get_tokenizer()
+    # A byte-level encoding may name its end, which it never needs for a text.
+    unknown = tokenizer.unknown if isinstance(tokenizer, JSONTokenizer) else None
+    if unknown in (None, tokenizer.eot):
+        return ""
+    shards = manifest.open(split)
+    count = sum(int(np.count_nonzero(shard == unknown)) for shard in shards)
+    if not count:
+        return ""
+    return f" ({count / manifest.token_count(split):.2%} unknown)"
 
 
 def text_settings(overrides: Sequence[str]) -> Data:

@@ -52,6 +52,9 @@ class JSONTokenizer:
       tree: the content of the file, from `read_tokenizer_json`.
       tokenizer: the library's tokenizer, from `parse_tokenizer`.
       end: the token that ends a document.
+
+    Attributes:
+      unknown: the id of the token for unknown characters or words, or None.
     """
 
     pattern: str | None = None
@@ -79,7 +82,8 @@ class JSONTokenizer:
         # the decoder removes.
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
-        self._has_unknown = has_unknown(tree["model"])
+        self.unknown = unknown_id(tree["model"])
+        self._has_unknown = self.unknown is not None
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
@@ -239,9 +243,12 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
     return library
 
 
-def has_unknown(model: dict[str, Any]) -> bool:
-    """Return whether a model has a token for unknown characters or words."""
-    return model.get("unk_id") is not None or model.get("unk_token") in model["vocab"]
+def unknown_id(model: dict[str, Any]) -> int | None:
+    """Return the id of a model's token for unknown characters or words, or None."""
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    unknown = model.get("unk_token")
+    return int(model["vocab"][unknown]) if unknown in model["vocab"] else None
 
 
 def bytes_lost_in_words(model: tokenizers.models.Model) -> set[int]:

@@ -16,6 +16,7 @@ from tokenizers import (
     processors,
 )
 
+from trainer.cli.prepare_data import describe
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
 from trainer.data.json_tokenizer import NoToken
@@ -186,6 +187,19 @@ OTHERS = "".join(char for char in TRIED if not char.isascii())
 def test_a_script_that_a_tokenizer_drops_is_changed(tmp_path, parts, changed):
     saved(tmp_path, **parts)
     assert changed_characters(get_tokenizer(str(tmp_path))) == changed
+
+
+@pytest.mark.parametrize(("text", "share"), [("ab", ""), ("ab\u4e2d", " (25.00% u")])
+def test_the_share_of_unknown_tokens_is_printed(tmp_path, text, share):
+    """Each text has an end, too."""
+    model = models.BPE(LETTERS | {"<unk>": 10}, [], unk_token="<unk>", fuse_unk=True)
+    saved(tmp_path, model)
+    write(tmp_path, {"a.jsonl": rows([text] * 10)})
+    source = TextSource((str(tmp_path / "a.jsonl"),))
+    manifest = prepared(source, tmp_path / "cache", str(tmp_path))
+    line = describe(manifest)[0]
+    assert f" tokens{share}" in line
+    assert ("unknown" in line) == bool(share)
 
 
 def test_a_panic_of_a_decoder_is_an_error_in_a_line(tmp_path):
