@@ -55,14 +55,9 @@ def aval_in_format(x: Any) -> Any:
     if not is_scaled_array(x):
         return aval_of(x)
     dtype = np.dtype(x.dtype)
-    return aval_of(x).update(
-        dtype=np.dtype(np.float16) if dtype.itemsize == 1 else dtype
-    )
-
-
-def has_narrow_data(leaves: Sequence[Any]) -> bool:
-    """Return whether a leaf has data that plain code may have in FP32."""
-    return any(is_scaled_array(x) and is_narrow(x) for x in leaves)
+    if dtype.itemsize == 1:
+        dtype = np.dtype(np.float16)
+    return aval_of(x).update(dtype=dtype)
 
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
@@ -124,10 +119,7 @@ def with_fp32_products(jaxpr: Any, reference: Any) -> Any:
     Raises:
         DifferentProductsError: they do not have the same products.
     """
-    replaced = _replaced(jaxpr, reference)
-    if replaced is None:
-        return jaxpr
-    return replaced
+    return _replaced(jaxpr, reference) or jaxpr
 
 
 @per_jaxpr
@@ -336,13 +328,15 @@ def traced(
     closed_over = _closed_over(wide)
     name = getattr(fun, "__name__", "scalified")
     program = _compared(name, wide.jaxpr, None)
-    if not narrow or not has_narrow_data(leaves):
+    # Only narrow data may be FP32 in plain code.
+    if not narrow or not any(is_scaled_array(x) and is_narrow(x) for x in leaves):
         return program, closed_over
     try:
         second = reference_trace(fun, leaves)
     except TraceError as error:
-        unknown = str(error) if has_products(wide.jaxpr) else None
-        return program._replace(unknown=unknown), closed_over
+        if has_products(wide.jaxpr):
+            program = program._replace(unknown=str(error))
+        return program, closed_over
     if list(map(id, _closed_over(second))) != list(map(id, closed_over)):
         return program._replace(unknown=_DIFFERENT), closed_over
     return _compared(name, wide.jaxpr, second.jaxpr), closed_over

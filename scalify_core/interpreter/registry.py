@@ -395,29 +395,18 @@ def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | 
     return list(map(read, jaxpr.outvars))
 
 
-def _same(x: np.ndarray) -> np.ndarray:
-    return x
-
-
 _FOLDED: dict[str, Callable] = {
-    **dict.fromkeys(
-        (
-            "broadcast_in_dim",
-            "convert_element_type",
-            "reshape",
-            "squeeze",
-            "copy",
-            "pvary",
-        ),
-        _same,
-    ),
-    **{
-        "neg": np.negative,
-        "add": np.add,
-        "add_any": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-    },
+    "broadcast_in_dim": np.asarray,
+    "convert_element_type": np.asarray,
+    "copy": np.asarray,
+    "pvary": np.asarray,
+    "reshape": np.asarray,
+    "squeeze": np.asarray,
+    "neg": np.negative,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
 }
 
 

@@ -231,7 +231,7 @@ def lift(x: Any, dtype: np.dtype) -> Value:
         scale = pow2_round(constant)
         constant /= scale
         rms = abs(float(np.float32(constant)))
-    data = np.float32(constant)
+    data: Any = np.float32(constant)
     if np.shape(x):
         data = lax.full(np.shape(x), data, _F32)
     return value(data, scale, rms, dtype)

@@ -260,4 +260,6 @@ def _blocks(x: jax.Array) -> jax.Array:
     """
     blocks = BLOCKS * 2 ** max(math.ceil(math.log2(x.size / (BLOCKS * LONGEST))), 0)
     missing = -x.size % blocks
-    return (jnp.pad(x.ravel(), (0, missing)) if missing else x).reshape(blocks, -1)
+    if missing:
+        x = jnp.pad(x.ravel(), (0, missing))
+    return x.reshape(blocks, -1)

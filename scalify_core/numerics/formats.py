@@ -300,7 +300,8 @@ class FloatFormat:
 
         The signs, infinities and NaN are those of `bits`, the unrounded numbers.
         """
-        special = magnitude = bits & _MAGNITUDE
+        magnitude = bits & _MAGNITUDE
+        special: Any = magnitude
         if not self.infinities:
             special = _NAN
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))

@@ -17,13 +17,13 @@ from scalify_core.interpreter.registry import composite_rule, forward_rule
 from scalify_core.interpreter.rules.composites import (
     SQRT_2,
     as_value,
-    brought,
     kernel_operands,
-    moved,
     on_data,
     on_gradient,
     on_values,
+    scale_out_of_data,
     size_of,
+    value_of_size,
 )
 from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
@@ -107,7 +107,9 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         (gradient.multiple, gradient.expected_rms * shared),
     )
     return [
-        moved(v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2), data_scale)
+        scale_out_of_data(
+            v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2), data_scale
+        )
         for x, (scale, rms), y, data_scale in zip(
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
         )
@@ -123,7 +125,7 @@ def _fp8_attention(call: Any, *operands: Any) -> Any:
     q, k, values = (as_value(x, *operands) for x in operands)
     out, *residuals = call.bind(*map(v.unscaled, (q, k, values)))
     size = size_of(values.size, _attention_growth(call, q, k))
-    y = brought(out, size, values.dtype)
+    y = value_of_size(out, size, values.dtype)
     copies = zip(residuals, (q, k, values), strict=False)
     return y, (*(_sized(x8, x.size) for x8, x in copies), *residuals[3:])
 
@@ -225,8 +227,10 @@ def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any
     # (softmax - onehot) head, and its transpose with x: a row of the error has norm
     # about 1.
     return v.value(loss, 1.0), (
-        moved(v.value(dx, head.scale, head.expected_rms, x.dtype), head_scale),
-        moved(
+        scale_out_of_data(
+            v.value(dx, head.scale, head.expected_rms, x.dtype), head_scale
+        ),
+        scale_out_of_data(
             v.settled(dhead, x.scale, dhead_rms, np.dtype(np.float32), SQRT_2), x_scale
         ),
         head.with_scale(like, head.scale),
@@ -236,31 +240,26 @@ def _linear_cross_entropy_fwd(call: Any, x: Any, head: Any, targets: Any) -> Any
 @composite_rule("linear_cross_entropy.bwd")
 def _linear_cross_entropy_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     dx, dhead, like_head = residuals
-    dtypes = dx.dtype, like_head.dtype
     tokens = unbatched_shape(call, 0, dx)[0]
     number = v.uniform(gradient)
-    dx, dhead = (as_value(x, gradient) for x in (dx, dhead))
+    values = [as_value(x, gradient) for x in (dx, dhead)]
     if number is None or call.in_axes:
         # `fun` multiplies by gradient * logit_scale / tokens, under the call's vmaps.
         # With logit_scale=tokens the last factor is 1.
-        gradient, number = as_value(gradient, dx), 1.0
-        wide = (
-            v.data32(dx),
-            v.data32(dhead),
-            formats.as_float32(v.data_of(like_head)),
-        )
+        gradient, number = as_value(gradient, values[0]), 1.0
+        wide = (*map(v.data32, values), formats.as_float32(v.data_of(like_head)))
         out = on_data(call, wide, v.data32(gradient), logit_scale=float(tokens))
-        dx, dhead = (
+        values = [
             v.value(
                 y,
                 sc.product(x.scale, gradient.scale),
                 x.expected_rms * gradient.expected_rms,
             )
-            for x, y in zip((dx, dhead), out, strict=True)
-        )
+            for x, y in zip(values, out, strict=True)
+        ]
     return [
-        _multiplied(x, number / tokens, dtype)
-        for x, dtype in zip((dx, dhead), dtypes, strict=True)
+        _multiplied(x, number / tokens, like.dtype)
+        for x, like in zip(values, (dx, like_head), strict=True)
     ]
 
 

@@ -4,7 +4,7 @@ A rule that calls the function on *data* passes the scales in its static paramet
 scale of attention's logits, a norm's epsilon). So kernels read the narrow arrays
 directly. A scale that is not static is multiplied into the data first, which is then in
 FP32 (`with_static_scale`). The result is near RMS 1 only after the powers of two are
-taken out again (`moved`).
+taken out again (`scale_out_of_data`).
 """
 
 import dataclasses
@@ -49,7 +49,8 @@ def on_values(call: Any, results: list[tuple[Any, Any]], *args: Any) -> list[Val
     """
     out = call.bind(*map(v.unscaled, jax.tree.leaves(args, is_leaf=v.is_value)))
     return [
-        brought(x, size, dtype) for x, (size, dtype) in zip(out, results, strict=False)
+        value_of_size(x, size, dtype)
+        for x, (size, dtype) in zip(out, results, strict=False)
     ]
 
 
@@ -87,7 +88,7 @@ def on_gradient(
     ]
 
 
-def brought(x: Any, size: Any, dtype: Any) -> Value:
+def value_of_size(x: Any, size: Any, dtype: Any) -> Value:
     """Return a plain FP32 array as a value of this expected size.
 
     The size is a number, or an FP32 scalar.
@@ -125,7 +126,7 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], tuple]:
     return [x.with_scale(v.data32(x), x.scale) for x in values], scales
 
 
-def moved(x: Value, scale: Any) -> Value:
+def scale_out_of_data(x: Value, scale: Any) -> Value:
     """Return the same value, with a dynamic scale taken out of its FP32 data."""
     if sc.is_static(scale):
         return x
@@ -323,7 +324,7 @@ def _normalized(
         call, v.data32(x), *data, eps=eps and max(eps / x.scale**2, sc.MIN_SCALE)
     )
     size = _weight_size(parameters[0])
-    return brought(sc.times(out[0], unit), size, x.dtype), out, x
+    return value_of_size(sc.times(out[0], unit), size, x.dtype), out, x
 
 
 def _weight_size(weight: Any) -> float:
@@ -367,7 +368,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         dx = v.narrow(dx)
         dx = dataclasses.replace(dx, data=compiler_hints.kept_narrow(dx.data))
     return [
-        moved(dx, sc.ratio(1.0, divisor)),
+        scale_out_of_data(dx, sc.ratio(1.0, divisor)),
         *(
             v.settled(
                 d,

@@ -129,9 +129,7 @@ def _constrain(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, jax.sharding.Sharding):
         return x
     if isinstance(x, Value):
-        return dataclasses.replace(
-            x, data=lax.with_sharding_constraint(x.data, sharding)
-        )
+        return dataclasses.replace(x, data=_constrain(x.data, sharding))
     return lax.with_sharding_constraint(x, sharding)
 
 
@@ -156,7 +154,9 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Any) -> Any:
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
     ]
     outs = [shape_of(branch, operands) for branch in branches]
-    common = wide_form if evaluate.measures else common_form
+    common: Callable = common_form
+    if evaluate.measures:
+        common = wide_form
     forms = [common(alternatives) for alternatives in zip(*outs, strict=True)]
 
     def formed(branch: Callable) -> Callable:
@@ -191,18 +191,15 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     )
     shapes: list[Any] = []
 
-    def body(*xs: Any) -> list:
-        out = run(params["jaxpr"], evaluate, unpack(xs))
+    def result(x: Any) -> Any:
+        if isinstance(x, Value):
+            return equal_scale(_without_copies(x), axes)
         # A constant has a device's shape here. Only as an array does it get the shape
         # of all devices together.
-        return pack(
-            (
-                equal_scale(_without_copies(x), axes)
-                if isinstance(x, Value)
-                else jnp.asarray(materialize(x))
-            )
-            for x in out
-        )
+        return jnp.asarray(materialize(x))
+
+    def body(*xs: Any) -> list:
+        return pack(map(result, run(params["jaxpr"], evaluate, unpack(xs))))
 
     def look(*xs: Any) -> list:
         shapes[:] = jax.eval_shape(body, *xs)

@@ -157,17 +157,21 @@ def _root(degree: int, inverse: bool) -> Any:
                 )
             )
             # Data at the scale of zeros: its root is zero, the inverse infinite.
+            of_zeros = sc.MIN_SCALE
+            if inverse:
+                of_zeros = 1.0
             zeros = lax.lt(x.scale, np.float32(sc.LEAST_NONZERO_SCALE))
-            out = lax.select(
-                zeros, lax.full_like(out, 1.0 if inverse else sc.MIN_SCALE), out
-            )
+            out = lax.select(zeros, lax.full_like(out, of_zeros), out)
             rest = x.scale
             for _ in range(degree):
                 rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.data32(x), rest))
-        rms = x.expected_rms * rest if sc.is_static(rest) else x.expected_rms
-        rms = rms ** (-1 / degree if inverse else 1 / degree)
-        return v.settled(data, sc.ratio(1.0, out) if inverse else out, rms, dtype)
+        rms = x.expected_rms
+        if sc.is_static(rest):
+            rms *= rest
+        if inverse:
+            return v.settled(data, sc.ratio(1.0, out), rms ** (-1 / degree), dtype)
+        return v.settled(data, out, rms ** (1 / degree), dtype)
 
     return root
 
@@ -192,7 +196,7 @@ rule("cbrt")(_root(3, inverse=False))
     "erf_inv",
 )
 def _odd(eqn: Any, x: Value) -> Value:
-    """Evaluate a function that is nearly its argument where the argument is small.
+    """Evaluate an odd function that is nearly its argument where that is small.
 
     There the result has the argument's scale.
     """
