@@ -402,8 +402,9 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 def refuse_links(run_dir: Path) -> None:
     """Refuse a run directory with symbolic links, at its top or in `FOLDERS`.
 
-    What a run writes would end up elsewhere. Raises UserError with the first link, and
-    see `check_regular`.
+    A run would write through a link into another directory, and a fork or an export
+    would publish a copy of the file behind it. Raises UserError with the first link,
+    and see `check_regular`.
     """
     for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
@@ -421,9 +422,9 @@ def refuse_link(path: str | os.PathLike[str]) -> None:
     """Refuse a symbolic link in a run directory. Raises UserError."""
     if os.path.islink(path):
         raise UserError(
-            f"{path} is a symbolic link; a run only writes"
-            " inside its own directory: replace the link by what it points to,"
-            " or choose another run_dir"
+            f"{path} is a symbolic link; a run only reads and"
+            " writes inside its own directory: replace the link by what it points to,"
+            " or choose another run"
         )
 
 

@@ -21,7 +21,7 @@ from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
 from trainer.errors import UserError
-from trainer.files import MAX_DIGITS, parse_json, path_of, read_file, refuse_links
+from trainer.files import MAX_DIGITS, parse_json, path_of, read_file
 from trainer.models.custom import CUSTOM
 from trainer.models.family import LanguageModel, Spec
 from trainer.models.model_functions import Params
@@ -253,5 +253,4 @@ def checkpoints_of(run_dir: Path) -> Checkpointer:
             f"{run_dir} is not a run directory: it has no checkpoints; give the run_dir"
             " of a training run"
         )
-    refuse_links(run_dir)
     return Checkpointer.reading(run_dir / "checkpoints")

@@ -274,10 +274,20 @@ def record_start(
         if jax.process_index() == 0:
             # `restore_run` needs the tokenizer beside the checkpoint.
             data.tokenizer.save(run_dir)
-            sources = [] if config.init_from is None else [config.init_from]
-            if checkpoint.is_fork:
-                sources.append(config.resume.source)
-            keep_tokenizer(list(map(path_of, sources)), run_dir, data.tokenizer)
+            source = source_of_tokenizer(config, checkpoint)
+            if source is not None:
+                keep_tokenizer(path_of(source), run_dir, data.tokenizer)
+
+
+def source_of_tokenizer(config: schema.Config, checkpoint: Restored) -> str | None:
+    """Return the weights or the run whose tokenizer files are copied at this start.
+
+    Not the `init_from` of a run that is continued or forked: somebody else may have
+    written it, and an export of the run would publish a private directory's files.
+    """
+    if checkpoint.is_fork:
+        return config.resume.source
+    return None if checkpoint.meta else config.init_from
 
 
 def start_tracker(

@@ -88,6 +88,8 @@ def main(args: Arguments) -> None:
     if args.out and args.out != "no":
         out = path_of(args.out)
     elif not args.out:
-        parent = Path(os.path.commonpath([path.resolve().parent for path in paths]))
+        parent = Path(
+            os.path.commonpath([Path(os.path.abspath(path)).parent for path in paths])
+        )
         out = free_page(parent / "compare.html", paths)
     show("\n".join(write_comparison(paths, out)))

@@ -18,7 +18,6 @@ from trainer.version import __version__
 
 if TYPE_CHECKING:
     from trainer.assembly.saved_model import SavedModel
-    from trainer.config import schema
     from trainer.data import Tokenizer
 
 
@@ -66,24 +65,17 @@ def check_out(out: Path) -> None:
         )
 
 
-def original_directory(
-    c: "schema.Config", run_dir: Path, run_tokenizer: "Tokenizer"
-) -> Path | None:
-    """Return the directory with the tokenizer files of a run's initial weights.
+def original_directory(run_dir: Path, run_tokenizer: "Tokenizer") -> Path | None:
+    """Return a run's copy of the tokenizer files of its initial weights.
 
-    It is the run's copy, or the original directory for a run of an earlier version.
-    None: the run started without weights, the directory was removed, or its tokenizer
-    differs from the run's.
+    The original files are not sought: somebody else may have written `init_from` into
+    the run's configuration, and an export would publish a private directory's files.
+    None: there is no copy, or its tokenizer differs from the run's.
     """
-    from trainer.assembly.data import start_directory
     from trainer.run.initial_weights import has_tokenizer
 
-    candidates = [run_dir / ORIGIN]
-    if c.init_from is not None:
-        candidates.append(start_directory(c, run_dir) / path_of(c.init_from))
-    return next(
-        (path for path in candidates if has_tokenizer(path, run_tokenizer)), None
-    )
+    copy = run_dir / ORIGIN
+    return copy if has_tokenizer(copy, run_tokenizer) else None
 
 
 def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
@@ -246,7 +238,7 @@ def main(args: Arguments) -> None:
         raise UserError(
             f"dtype={dtype}: {name} is not finite in it; choose fp32 or bf16"
         )
-    origin = original_directory(model.config, run_dir, model.tokenizer)
+    origin = original_directory(run_dir, model.tokenizer)
     files, tokenizer_paths = write_files(out, model, params, kernels, origin)
     reader = tokenizer_class(out)
     formats = dtype if kernels is None else f"fp8 and {dtype}"
@@ -257,9 +249,9 @@ def main(args: Arguments) -> None:
         show(describe_origin(origin, tokenizer_paths))
     elif model.config.init_from is not None:
         show(
-            f"init_from={model.config.init_from} was removed, is not a Hugging Face"
-            " directory, or has another tokenizer: no chat template is exported,"
-            " and no eos_token_id but the run's"
+            f"{run_dir / ORIGIN} has no tokenizer files of init_from="
+            f"{model.config.init_from}, or of another tokenizer: no chat template is"
+            " exported, and no eos_token_id but the run's"
         )
     if kernels is not None:
         show(f"{len(kernels)} FP8 matmuls; serve it: vllm serve {args.out}")

@@ -19,7 +19,7 @@ from trainer.config.fields import check_groups, flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_mapping, saved_steps
+from trainer.files import read_mapping, refuse_links, saved_steps
 from trainer.text import as_typed, nearest, unquoted
 
 # A continued run does not keep these: they are not settings of the training.
@@ -209,10 +209,10 @@ def read_saved(file: Path) -> dict[str, Any]:
     """Return a run's config.yaml, with the current names of its keys.
 
     Raises:
-      UserError: the file is damaged, or its groups are not those of the schema.
+      UserError: the run has a symbolic link, the file is damaged, or its groups are not
+        those of the schema.
     """
-    if file.is_symlink():
-        raise UserError(f"{file} is a symbolic link; replace it by the file itself")
+    refuse_links(file.parent)
     try:
         tree = renamed_keys(read_mapping(file))
         unknown = tree.keys() - annotations(Config).keys()

@@ -34,6 +34,7 @@ from trainer.files import (
     explain_unwritable,
     parse_json,
     read_file,
+    refuse_links,
     well_formed,
     write_atomically,
 )
@@ -166,7 +167,11 @@ class Checkpointer:
 
     @classmethod
     def reading(cls, directory: Path) -> Self:
-        """Open the checkpoints of a run that may be training in another process."""
+        """Open the checkpoints of a run that may be training in another process.
+
+        Somebody else may have made the run: a link in its directory raises UserError.
+        """
+        refuse_links(directory.parent)
         return cls(directory, read_only=True)
 
     def __enter__(self) -> Self:

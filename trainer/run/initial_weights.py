@@ -5,7 +5,7 @@ safetensors file.
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
-from trainer.files import ORIGIN, directory_of
+from trainer.files import ORIGIN, directory_of, refuse_link
 from trainer.models import huggingface
 from trainer.models.blocks import stack_layers
 from trainer.models.family import Spec
@@ -296,27 +296,23 @@ def compare_run_tokenizer(
     )
 
 
-def keep_tokenizer(
-    sources: Sequence[Path], run_dir: Path, tokenizer: Tokenizer
-) -> None:
+def keep_tokenizer(source: Path, run_dir: Path, tokenizer: Tokenizer) -> None:
     """Copy the tokenizer's files beside the weights into a run directory, for an export
     of the run.
 
     The chat template and the generation settings are copied, too.
 
     Args:
-      sources: directories of weights, or runs. The first with the run's tokenizer,
-        beside the weights or in the run's own copy, is used.
+      source: a directory of weights, or a run with its own copy of such files. Nothing
+        is copied if they are of another tokenizer.
       run_dir: the run directory.
       tokenizer: the run's.
     """
     target = run_dir / ORIGIN
     if (target / CONFIG).is_file():
         return
-    directories: list[Path] = []
-    for source in sources:
-        directories += [source, source / ORIGIN]
-    for directory in directories:
+    refuse_link(source / ORIGIN)
+    for directory in (source, source / ORIGIN):
         if has_tokenizer(directory, tokenizer):
             # A symlink to a file outside of the directory raises UserError. Then
             # nothing is copied, and an export reports the link.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from trainer.config.schema import Resume
 from trainer.errors import UserError
-from trainer.files import saved_steps
+from trainer.files import refuse_links, saved_steps
 from trainer.models.other_formats import check_format
 from trainer.models.weight_files import weight_files
 from trainer.parallel.diloco import DiLoCoSettings
@@ -111,6 +111,7 @@ def check_weights(init_from: Path) -> None:
             " Face directory, or a .safetensors file"
         )
     if (init_from / "checkpoints").is_dir():
+        refuse_links(init_from)
         if is_in_use(init_from):
             raise UserError(
                 f"init_from={init_from} is still training, so its newest checkpoint"

@@ -88,7 +88,7 @@ def test_links_and_pipes_where_a_run_writes_are_refused(tmp_path):
     refuse_links(tmp_path)
     for name in ("b", "numerics/a.png", "checkpoints/20/state"):
         (tmp_path / name).symlink_to("/etc/passwd")
-        message = f"{name} is a symbolic link; .* choose another run_dir"
+        message = f"{name} is a symbolic link; .* choose another run"
         with pytest.raises(UserError, match=message):
             refuse_links(tmp_path)
         (tmp_path / name).unlink()

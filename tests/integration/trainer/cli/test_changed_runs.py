@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,12 +16,15 @@ from trainer.assembly import saved_model
 from trainer.cli import evaluate, export
 from trainer.cli.train import main
 from trainer.config.composition import compose_config
+from trainer.data.hf_tokenizer import save_hf
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.files import refuse_links
 from trainer.observe.trackers.wandb import choose_run_id
+from trainer.report.run_records import RunRecords
 from trainer.run import initial_weights
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.initial_weights import has_tokenizer
 from trainer.run.vocabulary import vocabulary_of
 
 SAVED = Path(__file__).resolve().parents[3] / "data" / "saved_by_7ef3f38" / "fp32"
@@ -169,3 +173,49 @@ def test_only_the_links_that_wandb_makes_are_in_its_folder(run_dir):
     (part / "files" / "notes.txt").symlink_to(Path("token").absolute())
     with pytest.raises(UserError, match=r"files/notes.txt is a symbolic link"):
         refuse_links(run_dir)
+
+
+@pytest.mark.parametrize("name", ["init_from", "checkpoints"])
+def test_no_reader_of_a_run_follows_a_link_in_it(run_dir, capsys, name):
+    private = Path("private")
+    if (run_dir / name).exists():
+        (run_dir / name).rename(private)
+    else:
+        private.mkdir()
+    (run_dir / name).symlink_to(private.absolute())
+    refusal = f"{run_dir / name} is a symbolic link"
+    assert main([f"resume={run_dir}", "run_dir=new"]) == 2
+    assert refusal in capsys.readouterr().err
+    assert main([f"init_from={run_dir}", "run_dir=new"]) == 2
+    assert refusal in capsys.readouterr().err
+    assert main([f"init_from={run_dir}", "model=from_init", "run_dir=new"]) == 2
+    assert refusal in capsys.readouterr().err
+    assert not Path("new").exists()
+    readers = [
+        partial(vocabulary_of, run_dir),
+        partial(saved_model.restore_run, run_dir),
+        partial(RunRecords.read, run_dir),
+    ]
+    for read in readers:
+        with pytest.raises(UserError, match=refusal):
+            read()
+
+
+def test_an_export_takes_no_file_from_where_a_saved_setting_says(
+    run_dir, monkeypatch, capsys
+):
+    model = saved_model.restore_run(run_dir)
+    private = Path("private")
+    private.mkdir()
+    save_hf(private, model.tokenizer, model.spec.context)
+    (private / "config.json").write_text("{}")
+    (private / "chat_template.jinja").write_text("secret")
+    (private / "generation_config.json").write_text('{"secret": 1}')
+    assert has_tokenizer(private, model.tokenizer)
+    c = dataclasses.replace(model.config, init_from=str(private.absolute()))
+    monkeypatch.setattr(saved_model, "restore_run", lambda *_: model._replace(config=c))
+    export.main(export.Arguments(run_dir=str(run_dir), out="out"))
+    assert not Path("out/chat_template.jinja").exists()
+    assert "secret" not in Path("out/generation_config.json").read_text()
+    said = capsys.readouterr().out
+    assert f"run/init_from has no tokenizer files of init_from={c.init_from}" in said

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.assembly.training import finish_session
+from trainer.assembly.training import finish_session, source_of_tokenizer
+from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import TrackerStart
-from trainer.run.checkpoint import Checkpointer
+from trainer.run.checkpoint import Checkpointer, Restored
 from trainer.run.rundir import RunDir, RunDirLost
 from trainer.run.shutdown import Timeouts
 
@@ -40,3 +41,13 @@ def test_a_moved_directory_explains_another_error_and_stays_as_it_is(tmp_path, e
             moved_while_open(held, tracker, error)
     assert not any(path.iterdir())
     assert len((tmp_path / "moved" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_no_file_is_copied_from_the_weights_that_a_saved_setting_names():
+    c = compose_config(["init_from=private", "resume=other"])
+    assert source_of_tokenizer(c, Restored(0, None, {})) == "private"
+    continued = {"totals": {}}
+    assert source_of_tokenizer(c, Restored(3, None, continued)) is None
+    fork = {"forked": {"run": "other", "step": 3}}
+    assert source_of_tokenizer(c, Restored(3, None, fork)) == "other"
+    assert source_of_tokenizer(c, Restored(4, None, fork)) is None

@@ -18,7 +18,6 @@ from trainer.cli.export import (
     with_ids_of,
 )
 from trainer.cli.train_tokenizer import train_bpe
-from trainer.config.composition import compose_config
 from trainer.data import get_tokenizer
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING
 from trainer.data.hf_tokenizer import (
@@ -233,34 +232,27 @@ def test_an_export_carries_files_and_no_link_to_another_place(origin, tmp_path):
             tokenizer_files(folder)
 
 
-def test_an_original_tokenizer_is_sought_where_the_run_began(
-    origin, tmp_path, small, monkeypatch
-):
-    monkeypatch.chdir(shutil.copytree(origin, tmp_path / "there/base").parent)
-    c, byte = (
-        compose_config(["init_from=base", "run_dir=runs/a"]),
-        get_tokenizer("byte"),
-    )
-    run_dir = tmp_path / "runs/a"
-    run_dir.mkdir(parents=True)
-    assert original_directory(c, run_dir, byte) == origin
-    assert original_directory(c, run_dir, small) is None
-    c = compose_config(["run_dir=runs/a"])
-    assert original_directory(c, run_dir, byte) is None
-
-
-def test_a_run_has_a_copy_of_the_files_beside_its_weights(origin, tmp_path):
+def test_a_run_has_a_copy_of_the_files_beside_its_weights(origin, tmp_path, small):
     byte, runs = get_tokenizer("byte"), tmp_path / "runs"
-    keep_tokenizer([origin], runs / "a", byte)
-    keep_tokenizer([runs / "a"], runs / "b", byte)
+    keep_tokenizer(origin, runs / "a", byte)
+    keep_tokenizer(runs / "a", runs / "b", byte)
     shutil.rmtree(origin)
-    keep_tokenizer([origin], runs / "a", byte)
-    c = compose_config(["init_from=base", "run_dir=runs/a"])
+    keep_tokenizer(origin, runs / "a", byte)
     for name in "ab":
-        copy = original_directory(c, runs / name, byte)
+        copy = original_directory(runs / name, byte)
         assert copy == runs / name / "init_from"
         assert (copy / TEMPLATE).exists()
         assert not (copy / "model.safetensors").exists()
+        assert original_directory(runs / name, small) is None
+    assert original_directory(runs / "c", byte) is None
+
+
+def test_a_link_is_no_copy_of_the_files_beside_the_weights(origin, tmp_path):
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "init_from").symlink_to(origin)
+    with pytest.raises(UserError, match="init_from is a symbolic link"):
+        keep_tokenizer(stranger, tmp_path / "new", get_tokenizer("byte"))
 
 
 def test_an_export_keeps_the_ids_of_special_tokens(tmp_path):

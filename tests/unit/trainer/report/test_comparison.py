@@ -1,6 +1,7 @@
 """Runs are compared: the best first, the keys that differ, and where the page goes."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -129,6 +130,19 @@ def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     assert differing_settings([a, b]) == {}
     assert overridden([a, c])["data"] == ["text", "hf"]
     assert overridden([a, c])["parallel"] == ["fsdp", "-"]
+
+
+def test_the_page_is_written_where_the_runs_are_named_and_not_where_links_lead(
+    sweep, tmp_path, capsys
+):
+    named, private = tmp_path / "named", tmp_path / "private"
+    named.mkdir()
+    shutil.move(sweep, private)
+    for job in "12":
+        (named / job).symlink_to(private / job)
+    main(Arguments(str(named)))
+    assert (named / "compare.html").exists()
+    assert not (private / "compare.html").exists()
 
 
 def test_runs_are_directories_or_patterns_in_the_order_of_numbers(sweep, monkeypatch):
