@@ -145,7 +145,10 @@ class JSONTokenizer:
             except Exception as error:  # the library raises this class only
                 if self._has_unknown:
                     raise
-                raise self._no_token(f"a word of {text[:40]!r}") from error
+                raise self._no_token(
+                    # Not the text: a stranger's settings may name a private file.
+                    f"a word of a text of {len(text):,} characters"
+                ) from error
         return encoding
 
     def _drops_cuneiform(self) -> bool:

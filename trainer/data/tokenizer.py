@@ -204,8 +204,8 @@ class BPETokenizer:
         except ValueError as error:
             if self.pattern not in KNOWN_PATTERNS:
                 raise UserError(
-                    f"tokenizer {self.name}: tiktoken cannot split the text that begins"
-                    f" with {text[:40]!r} ({error}); cut it, or leave it out"
+                    f"tokenizer {self.name}: tiktoken cannot split a text of"
+                    f" {len(text):,} characters ({error}); cut it, or leave it out"
                 ) from error
         # Its regular expressions end at a million spaces in a row.
         return self._in_hf.encode_array(text)
