@@ -33,10 +33,10 @@ class Diverged(UserError):
     exit_code: ClassVar[int] = 3
 
 
-# What a terminal may obey, except tabs and line breaks, and what turns the direction of
-# letters.
+# What a terminal may obey, except tabs and line breaks, what turns the direction of
+# letters, and halves of surrogate pairs, which cannot be encoded.
 CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 

@@ -162,10 +162,14 @@ def note(text: str) -> None:
 def show(text: str, end: str = "\n") -> None:
     """Print an answer on standard output, which may hold anybody's data.
 
-    To a terminal it goes without control characters, elsewhere unchanged.
+    To a terminal it goes without control characters, elsewhere unchanged. Characters
+    that the output cannot encode, such as half of a surrogate pair, are spelled out.
     """
     shown = printable(text) if sys.stdout.isatty() else text
-    print(shown, end=end, flush=True)
+    encoding = sys.stdout.encoding
+    print(
+        shown.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True
+    )
 
 
 def program_command() -> str:

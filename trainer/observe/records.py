@@ -87,7 +87,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each complete row, and the byte offset of its end."""
+    """Yield each complete row, and the byte offset of its end.
+
+    Half of a surrogate pair, which no tracker could write, is replaced by `?`.
+    """
     end = 0
     lines = read_log(path).split(b"\n")
     # The text after the last newline is empty, or a torn row.
@@ -102,6 +105,9 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 " choose another run_dir"
             )
         end += len(line) + 1
+        if b"\\ud" in line.lower():
+            encoded = json.dumps(row, ensure_ascii=False).encode(errors="replace")
+            row = json.loads(encoded)
         yield row, end
 
 
@@ -193,7 +199,7 @@ def encode_sample(sample: Sample) -> bytes:
     """Return a heading and the text, indented so that no line looks like a heading."""
     body = "".join(f"  {line}\n" for line in sample.text.split("\n"))
     name = json.dumps(sample.name, ensure_ascii=False)
-    return f"step {sample.step} | {name}\n{body}".encode()
+    return f"step {sample.step} | {name}\n{body}".encode(errors="replace")
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -204,7 +210,8 @@ def read_samples(path: Path) -> list[Sample]:
         for match in SAMPLE.finditer(data):
             lines = match[3].decode().split("\n")[:-1]
             text = "\n".join(line[2:] for line in lines)
-            samples.append(Sample(int(match[1]), parse_json(match[2]), text))
+            name = parse_json(match[2]).encode(errors="replace").decode()
+            samples.append(Sample(int(match[1]), name, text))
     return samples
 
 

@@ -379,7 +379,7 @@ def test_a_word_pattern_that_the_library_gives_up_is_one_line(tmp_path):
     tokenizer = get_tokenizer(str(path))
     for encode in (tokenizer.encode, tokenizer.encode_array):
         with pytest.raises(
-            UserError, match=r"a.tiktoken: tiktoken cannot split the text"
+            UserError, match=r"a.tiktoken: tiktoken cannot split a text"
         ):
             encode("a" * 2000)
 
@@ -394,6 +394,13 @@ def test_what_a_terminal_obeys_is_spelled_out(capsys):
     assert capsys.readouterr().out == text + "\n"
     Display(1).event(1, text)
     assert "\\x1b[2J" in capsys.readouterr().out
+
+
+def test_half_of_a_surrogate_pair_is_spelled_out(capfd):
+    show("x\ud800é")
+    assert capfd.readouterr().out == "x\\ud800é\n"
+    Display(1).event(1, "x\ud800é")
+    assert "x\\ud800é" in capfd.readouterr().out
 
 
 def test_a_text_is_spelled_out_in_a_terminal_only(capsys, monkeypatch):

@@ -2,7 +2,14 @@
 
 import pytest
 
-from trainer.observe.records import is_row, without_layers
+from trainer.observe.records import (
+    Sample,
+    encode_sample,
+    is_row,
+    read_rows,
+    read_samples,
+    without_layers,
+)
 
 
 def numerics(layer, exponent, rms, underflow=0.0, saturated=0.0):
@@ -19,6 +26,20 @@ def test_a_row_has_a_step_that_a_run_can_take():
     assert [is_row({"step": step, "lr": 1.0}) for step in (0, 7)] == [True, True]
     steps = (-1, 1.0, "1", True, None)
     assert not any(is_row({"step": step, "lr": 1.0}) for step in steps)
+
+
+def test_a_text_of_a_log_can_be_written_by_a_tracker(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(
+        '{"step": 5, "event": "a\\uD800é"}\n{"step": 6, "b\\udfff": "NaN"}\n'
+    )
+    rows = [{"step": 5, "event": "a?é"}, {"step": 6, "b?": "NaN"}]
+    assert read_rows(log) == rows
+    file = tmp_path / "samples.txt"
+    file.write_text('step 5 | "a\\ud800é"\n  text\n')
+    assert read_samples(file) == [Sample(5, "a?é", "text")]
+    file.write_bytes(encode_sample(Sample(5, "a\ud800é", "te\ud800xt")))
+    assert read_samples(file) == [Sample(5, "a?é", "te?xt")]
 
 
 def test_extremes_over_the_layers_are_left_and_zeros_set_none():
