@@ -373,11 +373,15 @@ FOLDERS = (
     "tasks",
     "tensorboard",
     "wandb",
+    ".wandb",  # W&B writes there if it exists
 )
 # Links that W&B makes, below a run directory; the last is into its own cache.
-WANDB_LINKS = (
-    "/wandb/latest-run", "/wandb/debug.log", "/wandb/debug-internal.log",
-    "/wandb/*/logs/debug-core.log",
+WANDB_LINKS = tuple(
+    f"/{folder}/{name}"
+    for folder in ("wandb", ".wandb")
+    for name in (
+        "latest-run", "debug.log", "debug-internal.log", "*/logs/debug-core.log",
+    )
 )  # fmt: skip
 
 

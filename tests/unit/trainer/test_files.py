@@ -81,12 +81,13 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
 
 
 def test_links_and_pipes_where_a_run_writes_are_refused(tmp_path):
-    for name in ("wandb", "mine", "numerics", "checkpoints/20"):
+    for name in ("wandb", ".wandb", "mine", "numerics", "checkpoints/20"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "wandb" / "latest-run").symlink_to("x")
+    (tmp_path / ".wandb" / "latest-run").symlink_to("x")
     (tmp_path / "mine" / "data").symlink_to("x")
     refuse_links(tmp_path)
-    for name in ("b", "numerics/a.png", "checkpoints/20/state"):
+    for name in ("b", "numerics/a.png", "checkpoints/20/state", ".wandb/offline-run-a"):
         (tmp_path / name).symlink_to("/etc/passwd")
         message = f"{name} is a symbolic link; .* choose another run"
         with pytest.raises(UserError, match=message):
