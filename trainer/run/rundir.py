@@ -27,6 +27,7 @@ from trainer.files import (
     check_regular,
     explain_unwritable,
     no_follow,
+    parse_mapping,
     read_mapping,
     refuse_link,
     refuse_links,
@@ -255,15 +256,24 @@ class RunDir:
             write_text(self.path / "config.yaml", self._config)
 
     def check(self, config: Mapping[str, Any], fixed: Collection[str] = ()) -> None:
-        """Refuse another configuration than that of config.yaml, if there is one.
+        """Refuse a configuration that cannot be written to config.yaml and read again,
+        and another one than that of config.yaml, if there is one.
 
         Args:
           config: nested plain values.
           fixed: dotted keys and groups that a sweep sets; these may not differ.
 
         Raises:
-          UserError: the message names the keys that differ.
+          UserError: the message names the keys that differ, or what is too long.
         """
+        try:
+            parse_mapping(as_yaml(config))
+        except ValueError as error:
+            raise UserError(
+                f"the config.yaml of run_dir={self.path} could not be read again"
+                f" ({error}); shorten the longest list: data.paths takes directories and"
+                " patterns"
+            ) from error
         if not (self.path / "config.yaml").exists():
             return
         differing = {
@@ -373,7 +383,7 @@ class RunDir:
         if self._is_first_process:
             # Nobody else writes into a run that this process holds.
             remove_partial(self.path)
-            self._config = yaml.safe_dump(dict(config), sort_keys=False)
+            self._config = as_yaml(config)
             write_text(self.path / "config.yaml", self._config)
 
     def __enter__(self) -> Self:
@@ -389,6 +399,11 @@ class RunDir:
             if self._made and not any(self.path.iterdir()):
                 self.path.rmdir()
         self.release()
+
+
+def as_yaml(config: Mapping[str, Any]) -> str:
+    """Return the text of a config.yaml."""
+    return yaml.safe_dump(dict(config), sort_keys=False)
 
 
 def has_checkpoints(run_dir: Path) -> bool:

@@ -52,6 +52,18 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
     assert saved_config(run_dir)["seed"] == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("data", {"paths": ["x" * 64] * 4000}), ("run_dir", "[" * 2001)],
+)
+def test_a_configuration_that_could_not_be_read_again_is_refused(run_dir, key, value):
+    with pytest.raises(
+        UserError, match=r"could not be read again \(more than .*; shorten"
+    ):
+        run_dir.check(CONFIG | {key: value})
+    assert not (run_dir.path / "config.yaml").exists()
+
+
 EVALUATION = {"eval_batches": 2, "final_eval_batches": 2}
 PARALLEL = {"data": -1, "fsdp": 1, "tensor": 1, "distributed": True}
 SUMS = {"reduce": "fp32", "deterministic_reduce": False}
