@@ -271,8 +271,8 @@ class RunDir:
         except ValueError as error:
             raise UserError(
                 f"the config.yaml of run_dir={self.path} could not be read again"
-                f" ({error}); shorten the longest list: data.paths takes directories and"
-                " patterns"
+                f" ({error}); shorten the longest list: data.paths takes directories"
+                " and patterns"
             ) from error
         if not (self.path / "config.yaml").exists():
             return
