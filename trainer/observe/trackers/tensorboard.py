@@ -29,6 +29,7 @@ from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
 PACKAGE = "tensorboardX"
 HEADER = struct.Struct("<QI")
+LENGTH = 8  # bytes
 CHECKSUM = 4  # bytes
 
 logger = logging.getLogger(__name__)
@@ -124,11 +125,19 @@ class TensorboardTracker(Tracker):
 def read_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the complete records of an event file, each with its content.
 
-    A record consists of length, checksum, content, and checksum.
+    A record consists of length, checksum, content, and checksum. Only the checksum of
+    the length is compared: a wrong length would skip records without a word.
+
+    Raises:
+      ValueError: a length is damaged.
     """
+    from tensorboardX.record_writer import masked_crc32c
+
     position = 0
     while position + HEADER.size <= len(data):
-        length, _ = HEADER.unpack_from(data, position)
+        length, checksum = HEADER.unpack_from(data, position)
+        if masked_crc32c(data[position : position + LENGTH]) != checksum:
+            raise ValueError("a record's length is damaged")
         end = position + HEADER.size + length + CHECKSUM
         if end > len(data):
             return
@@ -147,20 +156,20 @@ def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) ->
 
     data = read_file(path, LOG_BYTES)
     remaining: list[bytes] = []
-    for number, (record, content) in enumerate(read_records(data)):
-        try:
-            is_later = parse(content).step >= step
-        except DecodeError:
-            logger.warning(
-                "%s is damaged after %d events: the rest was removed; to have all rows"
-                " in TensorBoard again, remove %s before a resume",
-                path,
-                number,
-                path.parent,
-            )
-            break
-        if not is_later:
-            remaining.append(record)
+    number = 0
+    try:
+        for record, content in read_records(data):
+            if parse(content).step < step:
+                remaining.append(record)
+            number += 1
+    except (DecodeError, ValueError):
+        logger.warning(
+            "%s is damaged after %d events: the rest was removed; to have all rows in"
+            " TensorBoard again, remove %s before a resume",
+            path,
+            number,
+            path.parent,
+        )
     new_data = b"".join(remaining)
     if new_data != data:
         write_atomically(path, new_data)

@@ -107,3 +107,25 @@ def test_a_fork_does_not_show_an_earlier_attempt_in_its_directory(tmp_path):
         tracker.row(step + 1, {"train/loss": loss})
         tracker.finish()
     assert shown(tmp_path) == {("train/loss", 3): [0.25]}
+
+
+def test_a_damaged_length_drops_no_records_without_a_warning(tmp_path, caplog):
+    tracker = start(tmp_path)
+    for step in range(9):
+        tracker.row(step, {"train/loss": 0.5})
+    tracker.finish()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    data = file.read_bytes()
+    records = [record for record, _ in tensorboard.read_records(data)]
+    damaged = bytearray(data)
+    damaged[len(b"".join(records[:5])) + 3] ^= 1
+    file.write_bytes(damaged)
+    tensorboard.remove_later_events(file, 99, event_pb2.Event.FromString)
+    assert "is damaged after 5 events" in caplog.text
+    assert file.read_bytes() == b"".join(records[:5])
+    # a torn last record is removed without one
+    caplog.clear()
+    file.write_bytes(data[:-3])
+    tensorboard.remove_later_events(file, 99, event_pb2.Event.FromString)
+    assert file.read_bytes() == b"".join(records[:-1])
+    assert not caplog.text
