@@ -1,5 +1,6 @@
 """Build the objects of a run from the parts of a checked configuration."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainer.config import inherited, schema
 from trainer.config.combinations import check_micro_batch
 from trainer.config.phases import phases_of
 from trainer.data import Batch, prefetch
+from trainer.data.files import column_names_hidden
 from trainer.data.mixture import Mixture
 from trainer.errors import UserError
 from trainer.model import Model
@@ -226,7 +228,9 @@ def build_workload(
     if custom_model is None:  # before data is prepared
         check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
     batch_parts = c.train.grad_accum_steps * shards_of_batch(c, mesh)
-    data = build_data(c, custom_data, batch_parts)
+    has_saved_settings = c.resume.source not in ("auto", "none")
+    with column_names_hidden() if has_saved_settings else contextlib.nullcontext():
+        data = build_data(c, custom_data, batch_parts)
     model = build_model(
         c.model,
         c.precision.policy,

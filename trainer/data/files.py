@@ -85,12 +85,17 @@ class NotText(UserError):
 
 
 class NoColumn(UserError):
-    """The error of a file with columns `names`, but not `column`."""
+    """The error of a file with columns `names`, but not `column`.
+
+    `without_names` is its message without the names of the columns.
+    """
 
     def __init__(self, column: str, names: Iterable[str], where: str = "") -> None:
-        super().__init__(
-            f"{where}there is no column {column!r}; valid for data.column:"
-            f" {', '.join(names)}"
+        missing = f"{where}there is no column {column!r}"
+        super().__init__(f"{missing}; valid for data.column: {', '.join(names)}")
+        self.without_names = (
+            f"{missing}; set data.column (the columns' names are not shown, because a"
+            " run's saved settings may name this file)"
         )
 
 
@@ -481,9 +486,22 @@ def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
     try:
         yield from rows
     except NoColumn as error:
-        if n_sources == 1:
-            raise
-        raise UserError(f"{error}{OTHER_COLUMNS}") from None
+        if n_sources > 1 and OTHER_COLUMNS not in str(error):
+            error.args = (f"{error}{OTHER_COLUMNS}",)
+        raise
+
+
+@contextmanager
+def column_names_hidden() -> Iterator[None]:
+    """Leave the columns' names out of the error of a missing column.
+
+    For data that a saved configuration names: somebody else may have written it, and
+    the names are the content of a file, such as the keys of a JSON file.
+    """
+    try:
+        yield
+    except NoColumn as error:
+        raise UserError(error.without_names) from None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trainer.assembly import saved_model
+from trainer.assembly.build import build_workload
 from trainer.cli import evaluate, export
 from trainer.cli.train import main
 from trainer.config.composition import compose_config
@@ -219,3 +220,17 @@ def test_an_export_takes_no_file_from_where_a_saved_setting_says(
     assert "secret" not in Path("out/generation_config.json").read_text()
     said = capsys.readouterr().out
     assert f"run/init_from has no tokenizer files of init_from={c.init_from}" in said
+
+
+def test_no_name_of_a_column_of_a_file_that_a_saved_setting_names_is_shown(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("keys.json").write_text('{"SECRET": {"a": "v"}, "b": "c"}')
+    keys = ["data=text", "data.paths=[keys.json]", "data.column=body"]
+    keys += ["model=gpt2_nano", "dry_run=true", "data.tokenizer=byte"]
+    with pytest.raises(UserError, match=r"valid for data\.column: SECRET, b"):
+        build_workload(compose_config(keys))
+    with pytest.raises(UserError, match=r"no column 'body'; set data\.column") as error:
+        build_workload(compose_config([*keys, "resume=stranger"]))
+    assert "SECRET" not in str(error.value)
