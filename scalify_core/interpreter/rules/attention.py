@@ -90,14 +90,15 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
     growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
-    # The gradient stays near RMS 1: sums over all queries that attend to one key have
-    # room above, and logits' gradients, though 1/T of it, are far above 2^-24.
-    narrow = formats.saturating_cast(v.data32(gradient), q.data.dtype)
+    # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
+    # numbers, so gradients are multiplied by `lift`, and results divided by it.
+    lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
+    raised = formats.saturating_cast(sc.times(v.data32(gradient), lift), q.data.dtype)
     residuals = (q, k, values, segments, kernel_output, log_norm)
     # The scale of the logits: the function differentiates with respect to the data.
     both = q.scale * k.scale
     out = on_data(
-        call, residuals, narrow, logit_scale=call.settings["logit_scale"] * both
+        call, residuals, raised, logit_scale=call.settings["logit_scale"] * both
     )
     logits_scale = sc.product(gradient.multiple, values.scale)
     logits_rms = gradient.expected_rms * values.expected_rms * both
@@ -108,7 +109,14 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     )
     return [
         scale_out_of_data(
-            v.settled(saturated(x), scale, rms * growth, y.dtype, SQRT_2), data_scale
+            v.settled(
+                saturated(x),
+                sc.product(scale, 1 / lift),
+                rms * growth * lift,
+                y.dtype,
+                SQRT_2,
+            ),
+            data_scale,
         )
         for x, (scale, rms), y, data_scale in zip(
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
