@@ -17,7 +17,7 @@ from scalify_core.numerics import compiler_hints
 from trainer.model import Model
 from trainer.models.flops import flops_per_token, param_count
 from trainer.models.model_functions import Params
-from trainer.models.roles import backward_ranks, select_roles
+from trainer.models.roles import select_roles
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import (
     CommConfig,
@@ -419,7 +419,6 @@ def lower_step(
             store_gradients=task.model.store_gradients,
             rounding=task.model.policy.rounding,
             stacks=stacks,
-            backward_ranks=backward_ranks(task.trained_roles),
         ),
         gradient=gradient_over(task.mesh, comm),
         squared_norms=squared_norms_over(task.mesh, task.trained_roles),

@@ -5,14 +5,12 @@ collects them in a tree like that of the parameters. `role_of` finds the role of
 parameter, or of an optimizer's moment of it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -112,23 +110,6 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
         if isinstance(node, Role):
             return node
     return None
-
-
-def backward_ranks(roles: Any) -> np.ndarray:
-    """Return how early the backward pass comes to each leaf, int32 [leaves].
-
-    The largest rank is the earliest: norms and heads behind the blocks, then the blocks
-    from the last to the first, then tables. What the gradient of one block makes not
-    finite is not finite in all that come later, so the earliest is where to look.
-    """
-    blocks = []
-    for path, role in jax.tree_util.tree_leaves_with_path(roles):
-        numbers = [entry.key for entry in path if isinstance(entry.key, int)]
-        outside = -math.inf if role.kind == "table" else math.inf
-        blocks.append(numbers[0] if numbers else outside)
-    ranks = np.empty(len(blocks), np.int32)
-    ranks[np.argsort(blocks, kind="stable")] = np.arange(len(blocks))
-    return ranks
 
 
 def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:

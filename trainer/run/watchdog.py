@@ -93,7 +93,7 @@ class Watchdog(WatchdogState):
         leaf = int(metrics["bad_leaf"])
         where = "every gradient leaf is finite"
         if leaf >= 0:
-            where = f"first bad gradient of the backward pass: {self.leaves[leaf]}"
+            where = f"first bad gradient: {self.leaves[leaf]}"
         values = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}"
         details = f"{values}, {where}"
         if self.in_a_row >= self.bounds.max_skips:

@@ -102,14 +102,9 @@ def mean_gradient(
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
 
-def earliest_bad(squares: jax.Array, ranks: np.ndarray) -> jax.Array:
-    """Return the index of the number of the largest rank that is not finite, int32; -1
-    if all are finite.
-    """
-    bad_ranks = jnp.where(jnp.isfinite(squares), -1, ranks)
-    return jnp.where(jnp.max(bad_ranks) < 0, -1, jnp.argmax(bad_ranks)).astype(
-        jnp.int32
-    )
+def first_true(flags: jax.Array) -> jax.Array:
+    """Return the index of the first true flag, int32; -1 if there is none."""
+    return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
 
 def squared_norms_of_arrays(grads: Any) -> jax.Array:
@@ -130,7 +125,6 @@ class OptimizerSetup(NamedTuple):
       rounding: rounding of narrow weights.
       stacks: small parameters that are updated together. The optimizer updates the
         stacked parameters.
-      backward_ranks: of the trained parameters, see `roles.backward_ranks`.
     """
 
     make_optimizer: Callable[[Any], optax.GradientTransformationExtraArgs]
@@ -138,7 +132,6 @@ class OptimizerSetup(NamedTuple):
     store_gradients: Callable[[Any], Any]
     rounding: weights.Rounding
     stacks: Stacks
-    backward_ranks: np.ndarray
 
 
 def make_train_step(
@@ -152,9 +145,9 @@ def make_train_step(
     """Return the pure function `(state, batch, inputs) -> (state, metrics)`.
 
     Metrics are device scalars: `loss` (nats per token), `grad_norm` (before the clip),
-    `finite`, and `bad_leaf`: of the trained parameters whose gradient is not finite,
-    the index of the one that the backward pass comes to first (-1: none). A step whose
-    loss or gradient is not finite leaves the state unchanged.
+    `finite`, and `bad_leaf`: the index among the trained parameters of the first
+    gradient that is not finite (-1: none). A step whose loss or gradient is not finite
+    leaves the state unchanged.
 
     Args:
       loss_gradient: the loss and its gradient in the run's precision.
@@ -228,7 +221,7 @@ def make_train_step(
             "loss": loss,
             "grad_norm": grad_norm,
             "finite": finite,
-            "bad_leaf": earliest_bad(squares, setup.backward_ranks),
+            "bad_leaf": first_true(~jnp.isfinite(squares)),
         }
 
     return train_step

@@ -1,7 +1,6 @@
 """Every parameter has its role, what an optimiser keeps of it finds it, and no other
 room names a layer."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from scalify_core import as_scaled_array, tree
 from trainer.models.flops import linear_sizes
 from trainer.models.model_functions import functions_of_module
 from trainer.models.registry import SPECS, family_of
-from trainer.models.roles import Role, backward_ranks, role_of
-from trainer.step.state_tree import leaf_names
-from trainer.step.step import earliest_bad
+from trainer.models.roles import Role, role_of
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -123,21 +120,3 @@ def test_the_kernels_of_a_gated_layer_are_two_columns_and_a_row(family, scan, ml
     kinds = sorted(role.kind for role in roles if role.gated)
     layers = {"smooth_swiglu": 2, "swiglu": 1, "gelu": 0}[mlp]
     assert kinds == sorted(["column", "column", "row"] * layers)
-
-
-def test_of_bad_gradients_the_one_that_the_backward_pass_makes_first_is_named():
-    spec = dataclasses.replace(spec_of("gpt2", False), n_layer=12)
-    roles = family_of(spec).build(spec).roles
-    names = leaf_names(roles)
-    ranks = backward_ranks(roles)
-
-    def named(*prefixes):
-        bad = [name.startswith(prefixes) for name in names]
-        index = int(earliest_bad(jnp.where(jnp.asarray(bad), jnp.nan, 1.0), ranks))
-        return names[index] if index >= 0 else None
-
-    assert named("h/0/", "h/2/", "h/10/", "wte").startswith("h/10/")
-    assert named("h/", "ln_f", "wte").startswith("ln_f")
-    assert named("wte", "wpe", "h/0/").startswith("h/0/")
-    assert named("wte").startswith("wte")
-    assert named("nothing") is None
