@@ -21,7 +21,7 @@ def numerics(layer):
     [
         (numerics("h.0"), None),
         (b"{not json}\n", "metrics.jsonl:1 is not a row of metrics"),
-        (numerics("\ud800"), "metrics.jsonl is damaged (TypeError"),
+        (numerics("\ud800"), None),
     ],
 )
 def test_a_log_that_cannot_be_drawn_is_a_warning(tmp_path, caplog, line, reason):
