@@ -141,6 +141,12 @@ def test_a_few_bytes_do_not_hold_more_than_there_is_memory(open_checkpointer):
         checkpointer.restore(abstract(state))
 
 
+def arrays_of(checkpointer):
+    """The database of the arrays of step 1."""
+    base = {"driver": "file", "path": f"{checkpointer.directory / '1' / 'state'}/"}
+    return tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+
+
 @pytest.mark.parametrize(
     ("file", "change"),
     [
@@ -154,9 +160,7 @@ def test_a_chunk_is_no_larger_than_its_array(open_checkpointer, file, change):
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})
     checkpointer.wait()
-    folder = checkpointer.directory / "1" / "state"
-    base = {"driver": "file", "path": f"{folder}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store = arrays_of(checkpointer)
     description = json.loads(store["w/.zarray"])
     store[f"w/{file}"] = json.dumps(description | change)
     with pytest.raises(UserError, match=f"w/{file} is not as the trainer writes it"):
@@ -168,9 +172,7 @@ def test_a_few_bytes_do_not_name_more_chunks_than_there_is_memory(open_checkpoin
     checkpointer = open_checkpointer()
     checkpointer.save(1, state, {})
     checkpointer.wait()
-    folder = checkpointer.directory / "1" / "state"
-    base = {"driver": "file", "path": f"{folder}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    store = arrays_of(checkpointer)
     with tensorstore.Transaction() as transaction:
         writer = store.with_transaction(transaction)
         for i in range(1200):
