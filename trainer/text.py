@@ -166,7 +166,7 @@ def show(text: str, end: str = "\n") -> None:
     that the output cannot encode, such as half of a surrogate pair, are spelled out.
     """
     shown = printable(text) if sys.stdout.isatty() else text
-    encoding = sys.stdout.encoding
+    encoding = sys.stdout.encoding or "utf-8"  # a text buffer of Python's has none
     print(
         shown.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True
     )
