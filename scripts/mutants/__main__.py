@@ -7,9 +7,9 @@
 The sample is kept in the repository by content, so the same faults measure tests of
 another day. The tests run once with coverage (`map=` leaves parts out), which tells the
 test functions that execute a line. Each fault is planted in a copy of the repository;
-the tests of its line run, the quickest first, and end at the first that fails. What
-`make test` runs comes before the rest. A line that only an import executes gets the
-tests of its file.
+the tests of its line run, those named after its file and the quickest first, and end
+at the first that fails. What `make test` runs comes before the rest. A line that only
+an import executes gets the tests of its file.
 
 Results are lines of `out`/results.jsonl; the table is printed at the end.
 """
@@ -73,9 +73,17 @@ class Executed(NamedTuple):
     seconds: Mapping[str, float]
 
     def tests_of(self, file: str, line: int) -> list[str]:
-        """Return the test functions of a line, the quickest first."""
+        """Return the test functions of a line.
+
+        Those of a test file with the name of its file come first, then the quickest.
+        """
         tests = self.of_line.get((file, line)) or self.of_file.get(file, frozenset())
-        return sorted(tests, key=lambda test: (self.seconds.get(test, 0.0), test))
+        test_name = f"test_{Path(file).stem.strip('_')}"
+
+        def order(test: str) -> tuple[bool, float, str]:
+            return test_name not in test, self.seconds.get(test, 0.0), test
+
+        return sorted(tests, key=order)
 
 
 def main(args: Arguments) -> None:
