@@ -22,6 +22,7 @@ from scalify_core.numerics.scales import LEAST_NONZERO_SCALE
 Parts = tuple[int, ...]
 _EXPONENT = np.int32(0x7F800000)  # the exponent bits of an FP32 number
 _MANTISSA = 23
+_ZEROS = np.int32(1 << _MANTISSA)  # the bits of 2^-126, the scale of zeros
 # The exponent of the largest stored magnitude of a result, unless it needs more range.
 RESULT_TOP = 6
 
@@ -43,39 +44,35 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     It is a scalar. With `parts` it has one element for each part: its size is 1 along
     the axes of one part, and that of `x` along all others.
     """
-    magnitude = lax.abs(x)
-    finite = lax.select(
-        lax.lt(magnitude, np.float32(np.inf)), magnitude, lax.full_like(magnitude, 0)
-    )
+    # The exponent by its bits: log2 may miss a power of two by one. One is added to it,
+    # by which that of infinities and NaN overflows to the smallest integer.
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = lax.bitwise_and(bits, _EXPONENT) + _ZEROS
     if x.size:
-        peak = _peaks(finite, parts)
+        peak = _peaks(exponent, parts)
     else:
         rank = x.ndim if max(parts, default=1) > 1 else 0
-        peak = lax.full((1,) * rank, 0.0)
-    # The exponent by its bits: log2 may miss a power of two by one.
-    exponent = lax.bitwise_and(lax.bitcast_convert_type(peak, jnp.int32), _EXPONENT)
-    least = lax.select(
-        lax.gt(exponent, np.int32(0)),
-        *(lax.full_like(exponent, n << _MANTISSA) for n in (2, 1)),
+        peak = lax.full((1,) * rank, _ZEROS)
+    power = lax.max(
+        peak - np.int32(top + 1 << _MANTISSA), lax.min(peak, np.int32(2 << _MANTISSA))
     )
-    power = lax.max(exponent - np.int32(top << _MANTISSA), least)
     return lax.bitcast_convert_type(power, jnp.float32)
 
 
 def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
-    """Return the largest element of each part.
+    """Return the largest exponent of each part, at least that of zeros.
 
     It has the rank of `x`, or is a scalar if there is one part.
     """
     if max(parts, default=1) == 1:
-        return lax.reduce_max(x, range(x.ndim))
+        return lax.reduce(x, _ZEROS, lax.max, range(x.ndim))
     blocks = [axis for axis, n in enumerate(parts) if 1 < n < x.shape[axis]]
     if not blocks:
         common = [axis for axis, n in enumerate(parts) if n == 1]
-        return lax.reshape(lax.reduce_max(x, common), parts)
+        return lax.reshape(lax.reduce(x, _ZEROS, lax.max, common), parts)
     pairs = zip(parts, x.shape, strict=True)
     cut = [size for n, whole in pairs for size in (n, whole // n)]
-    peaks = lax.reduce_max(lax.reshape(x, cut), range(1, len(cut), 2))
+    peaks = lax.reduce(lax.reshape(x, cut), _ZEROS, lax.max, range(1, len(cut), 2))
     for axis in blocks:  # the peak of a block for each of its elements
         peaks = jnp.repeat(peaks, x.shape[axis] // parts[axis], axis)
     return peaks
@@ -123,7 +120,7 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
         return lax.lt(magnitude, spread(unit * np.float32(limit), x.shape))
 
     loses = lax.bitwise_and(lax.gt(magnitude, np.float32(0)), below(fmt.min_normal))
-    between = below(2.0 ** (RESULT_TOP - 6)) & ~below(2.0 ** (RESULT_TOP - 14))
+    between = lax.gt(below(2.0 ** (RESULT_TOP - 6)), below(2.0 ** (RESULT_TOP - 14)))
     more = lax.reduce_sum(
         loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim)
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scalify_core.numerics.compiler_hints import barrier
+from scalify_core.numerics.compiler_hints import barrier, materialize_once
 from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
@@ -37,11 +37,17 @@ def checked_scale(scale: jax.Array) -> jax.Array:
     That shows arithmetic on the leaves of ScaledArrays outside scalify. Zero, from
     `jnp.zeros_like` of a state, counts as the scale of zeros.
     """
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    is_power = (bits & np.int32((1 << 23) - 1)) == 0
-    in_range = (scale >= np.float32(MIN_SCALE)) & (scale <= np.float32(MAX_SCALE))
-    checked = jnp.where(is_power & in_range, scale, np.float32(np.nan))
-    return jnp.where(scale == 0, np.float32(MIN_SCALE), checked)
+    exponent = lax.bitcast_convert_type(scale, jnp.int32) & np.int32(0x7F800000)
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    power = lax.clamp(np.float32(MIN_SCALE), power, np.float32(MAX_SCALE))
+    is_valid = (scale == power) | (scale == 0)
+    # The scale itself, not `power`: its tangent tells that it is differentiated.
+    checked = jnp.where(
+        is_valid, lax.max(scale, np.float32(MIN_SCALE)), np.float32(np.nan)
+    )
+    # Otherwise XLA's CPU backend repeats the check in each kernel that reads the scale.
+    (checked,) = materialize_once(checked)
+    return checked
 
 
 class Multiple(NamedTuple):

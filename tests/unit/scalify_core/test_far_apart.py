@@ -177,7 +177,7 @@ def test_an_argument_with_a_scale_for_each_entry_is_read_as_it_is():
     actual = scalify(jnp.matmul)(a, b)
     assert error(actual, jnp.matmul(*asarray((a, b))), 0) <= FP16.epsilon
     positive = scalify(lambda a, b: jnp.sum(jnp.matmul(a, b)) > 0)
-    assert "reduce_max" not in str(jax.make_jaxpr(positive)(a, b))
+    assert " reduce[" not in str(jax.make_jaxpr(positive)(a, b))  # no amax
 
 
 def test_residuals_of_a_batch_are_stacked_in_the_format_of_the_product():
@@ -203,8 +203,8 @@ def test_residuals_of_a_batch_are_stacked_in_the_format_of_the_product():
 def test_an_operand_is_stored_once_for_all_readers():
     def stores(fun):
         jaxpr = jax.make_jaxpr(scalify(fun))(*scaled(A[0], B[0]))
-        peaks = [e for e in equations(jaxpr) if e.primitive.name == "reduce_max"]
-        return [eqn.params["axes"] for eqn in peaks]
+        peaks = [e for e in equations(jaxpr) if e.primitive.name == "reduce"]
+        return [eqn.params["dimensions"] for eqn in peaks]
 
     product = lambda a, b: jnp.tanh(a) @ jnp.tanh(b)
     # each row, each column, and the result
