@@ -403,7 +403,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
             check_regular(folder / name)
 
 
-def refuse_links(run_dir: Path) -> None:
+def check_no_links(run_dir: Path) -> None:
     """Refuse a run directory with symbolic links, at its top or in `FOLDERS`.
 
     A run would write through a link into another directory, and a fork or an export
@@ -416,13 +416,13 @@ def refuse_links(run_dir: Path) -> None:
             inside = Path("/", os.path.relpath(path, run_dir))
             is_of_wandb = any(map(inside.match, WANDB_LINKS))
             if not is_of_wandb:
-                refuse_link(path)
+                check_not_link(path)
         if Path(folder) == run_dir:
             folders[:] = [name for name in folders if name in FOLDERS]
         check_files(Path(folder), files)
 
 
-def refuse_link(path: str | os.PathLike[str]) -> None:
+def check_not_link(path: str | os.PathLike[str]) -> None:
     """Refuse a symbolic link in a run directory. Raises UserError."""
     if os.path.islink(path):
         raise UserError(

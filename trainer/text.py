@@ -46,7 +46,7 @@ def without_braces(patterns: str) -> str:
     return BRACES.sub(spelled_out, patterns)
 
 
-def refuse_twice(arguments: Sequence[str]) -> None:
+def check_unique_keys(arguments: Sequence[str]) -> None:
     """Raise UserError if a key of `key=value` arguments has two values, of which the
     last would count.
 

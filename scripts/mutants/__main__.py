@@ -107,7 +107,7 @@ def main(args: Arguments) -> None:
             done[fault.name] = entry
             print(f"{number + 1}/{len(faults)} {describe(fault, entry)}", flush=True)
     print("\n".join(table(faults, done)))
-    refuse_false(out, {str(entry["by"]) for entry in done.values()})
+    check_passes_without_fault(out, {str(entry["by"]) for entry in done.values()})
 
 
 def read_faults() -> list[Fault]:
@@ -256,7 +256,7 @@ def first_failure(
     return (failed or [f"pytest ended with {done.returncode}"])[0][:200]
 
 
-def refuse_false(out: Path, caught_by: set[str]) -> None:
+def check_passes_without_fault(out: Path, caught_by: set[str]) -> None:
     """Raise UserError for tests that fail in a copy without any fault, too."""
     tests = [text.split()[1] for text in caught_by if text.startswith("FAILED")]
     make_copy(out / "copy")

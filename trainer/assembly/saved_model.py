@@ -156,7 +156,7 @@ def open_checkpoint(run_dir: Path, step: str | int) -> Iterator[OpenCheckpoint]:
     prepare_jax()
     with checkpoints_of(run_dir) as checkpointer:
         number, meta, _ = checkpointer.manifest(parse_step(checkpointer, step))
-        refuse_custom(run_dir, meta)
+        check_not_custom(run_dir, meta)
         c = phase_at(saved_config(meta), number)
         keep_compiled(c)
         yield OpenCheckpoint(checkpointer, number, meta, c)
@@ -218,7 +218,7 @@ def own_cache() -> Path:
     return path_of(directory).absolute()
 
 
-def refuse_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
+def check_not_custom(run_dir: Path, meta: Mapping[str, Any]) -> None:
     """Raise UserError for a run whose model or token ids came from a program.
 
     Its configuration cannot rebuild them.

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from trainer.errors import UserError, explain_file_errors, run_and_flush
-from trainer.text import nearest, refuse_twice, show
+from trainer.text import check_unique_keys, nearest, show
 
 HELP_WIDTH = 79
 KEY_COLUMNS = 26  # part of HELP_WIDTH that shows the keys
@@ -42,7 +42,7 @@ def parse[T](cls: type[T], argv: Sequence[str]) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     argv = without_dashes(argv, lambda: list(fields))
     values = {}
-    refuse_twice(argv)
+    check_unique_keys(argv)
     for text in argv:
         key, separator, value = text.partition("=")
         if not separator:

@@ -280,7 +280,7 @@ def write_files(
     Raises:
       UserError: the tokenizer cannot be exported; nothing was written.
     """
-    from trainer.data.hf_tokenizer import refuse_unknown_pattern, save_hf
+    from trainer.data.hf_tokenizer import check_known_pattern, save_hf
     from trainer.files import read_object
     from trainer.models.huggingface import save
     from trainer.models.weight_files import (
@@ -296,7 +296,7 @@ def write_files(
     generation_settings = generation_config(origin, eot)
     original_files = []
     if origin is None:
-        refuse_unknown_pattern(model.tokenizer)
+        check_known_pattern(model.tokenizer)
     else:
         original_files = tokenizer_files(origin)
     weights = save(out, model.spec, params, eot, kernels)

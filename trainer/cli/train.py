@@ -59,7 +59,7 @@ from trainer.errors import (
 )
 from trainer.run.allocator import keep_freed_memory
 from trainer.run.shutdown import EARLY_INTERRUPT, NOTHING_TRAINED
-from trainer.text import key_of, refuse_twice, show
+from trainer.text import check_unique_keys, key_of, show
 
 # Hydra's flags, which are passed on unchanged.
 FLAGS = (
@@ -302,7 +302,7 @@ def run_command_line(argv: list[str]) -> int:
     """
     with explain_file_errors(), explain_hydra_errors(argv):
         argv = without_dashes(argv, training_keys, FLAGS)
-        refuse_config_name_flags(argv)
+        check_flags(argv)
         command_line = expand_arguments(argv)
         sweep = Sweep.parse(command_line.overrides)
         problems = sweep.problems(command_line)
@@ -404,7 +404,7 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
         )
 
 
-def refuse_config_name_flags(argv: Sequence[str]) -> None:
+def check_flags(argv: Sequence[str]) -> None:
     """Raise UserError for --config-name and --config-path, which drop all defaults."""
     for flag in argv:
         if flag.partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
@@ -438,7 +438,7 @@ def command(arguments: list[str]) -> NoReturn:
     full_keys = [re.sub("^resume=", "resume.source=", text) for text in arguments]
 
     def call() -> int:
-        refuse_twice(full_keys)
+        check_unique_keys(full_keys)
         return main(arguments)
 
     try:

@@ -16,7 +16,7 @@ from trainer.cli.arguments import (
 from trainer.config.composition import is_override
 from trainer.config.reference import Group, reference
 from trainer.errors import UserError
-from trainer.text import key_of, refuse_twice, show
+from trainer.text import check_unique_keys, key_of, show
 
 # config=FILE names a file of keys; the schema has no such key.
 CONFIG = "config"
@@ -45,7 +45,7 @@ def run_with_training_keys[T](
     command_keys = names_of(cls)
 
     def call() -> None:
-        refuse_twice(argv)
+        check_unique_keys(argv)
         arguments, overrides = split_arguments(cls, argv, group_name)
         main(arguments, overrides)
 

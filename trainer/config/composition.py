@@ -21,7 +21,7 @@ from trainer.config import hub, inherited
 from trainer.config.combinations import validate
 from trainer.config.fields import check_groups, converted, flatten, from_tree
 from trainer.config.phases import phases_of
-from trainer.config.renamed import refuse_old_names
+from trainer.config.renamed import check_key_names
 from trainer.config.resume import CONFIGS, CommandLine, continue_run, with_settings
 from trainer.config.schema import Config
 from trainer.config.user_file import settings_of_file
@@ -187,7 +187,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
       UserError: a key was renamed, a run cannot be continued, or a file cannot be read.
     """
     long = long_forms(arguments)
-    refuse_old_names(long)
+    check_key_names(long)
     overrides = overrides_in(long)
     # Hydra wants flags and their values (`--config-dir DIR`) before the overrides.
     flags = [argument for argument in long if argument not in overrides]
@@ -208,11 +208,11 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     if files:
         path = Path(files[0].partition("=")[2])
         line = settings_of_file(path, overrides, groups, families)
-    refuse_non_choices(line.overrides, groups)
+    check_choices(line.overrides, groups)
     return line._replace(overrides=[*flags, *line.overrides])
 
 
-def refuse_non_choices(
+def check_choices(
     overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise UserError for a group whose value Hydra does not read as a name."""
@@ -310,7 +310,7 @@ class Sweep(NamedTuple):
                 if not key_of(argument).startswith(("hydra.", "hydra/"))
             ]
             try:
-                refuse_non_choices(overrides, groups)
+                check_choices(overrides, groups)
                 with explain_hydra_errors(arguments):
                     build_config(compose_tree(overrides), line)
             except UserError as error:

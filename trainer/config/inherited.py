@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.files import parse_json, read_file, read_mapping, refuse_links, well_formed
+from trainer.files import (
+    check_no_links,
+    parse_json,
+    read_file,
+    read_mapping,
+    well_formed,
+)
 from trainer.models.other_formats import check_format
 from trainer.models.registry import SPECS, family_name_of
 from trainer.models.weight_files import check_sizes, config_beside
@@ -93,7 +99,7 @@ def with_family_defaults(family: str, model: Mapping[str, Any]) -> dict[str, Any
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     """Return the family and the architecture keys of a run."""
-    refuse_links(run_dir)
+    check_no_links(run_dir)
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]

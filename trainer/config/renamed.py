@@ -28,7 +28,7 @@ RENAMED_KEYS = {
 RENAMED_CHOICES = {"parallel=local": "parallel=diloco"}
 
 
-def refuse_old_names(overrides: Sequence[str]) -> None:
+def check_key_names(overrides: Sequence[str]) -> None:
     """Raise UserError with the new name if an override has an old one."""
     for override in overrides:
         key, equals, value = override.partition("=")

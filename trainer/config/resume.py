@@ -19,7 +19,7 @@ from trainer.config.fields import check_groups, flatten
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.files import read_mapping, refuse_links, saved_steps
+from trainer.files import check_no_links, read_mapping, saved_steps
 from trainer.text import as_typed, nearest, unquoted
 
 # A continued run does not keep these: they are not settings of the training.
@@ -91,7 +91,7 @@ def continue_run(
                 f" run_dir={source} to continue from its checkpoints"
             )
         return CommandLine(list(arguments), {})
-    _refuse_contradictions(overrides, source)
+    _check_overrides(overrides, source)
     tree = read_saved(file)
     run_dir = unquoted(overrides.get("run_dir", source))
     # A link to the run's directory is the run, too.
@@ -153,7 +153,7 @@ def _preset_of_family(
     return families[family]
 
 
-def _refuse_contradictions(overrides: Mapping[str, str], source: str) -> None:
+def _check_overrides(overrides: Mapping[str, str], source: str) -> None:
     """Refuse overrides that would replace whole groups of saved settings."""
     if "experiment" in overrides:
         raise UserError(
@@ -212,7 +212,7 @@ def read_saved(file: Path) -> dict[str, Any]:
       UserError: the run has a symbolic link, the file is damaged, or its groups are not
         those of the schema.
     """
-    refuse_links(file.parent)
+    check_no_links(file.parent)
     try:
         tree = renamed_keys(read_mapping(file))
         unknown = tree.keys() - annotations(Config).keys()

@@ -16,15 +16,15 @@ import tiktoken
 from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.data.byte_spelling import BYTE_LEVEL, SPELLING, unspell
-from trainer.data.tokenizer_bounds import refuse_slow_pattern
+from trainer.data.tokenizer_bounds import check_pattern_speed
 from trainer.data.tokenizer_settings import (
     SAVE_AGAIN,
     SETTINGS,
+    check_no_tokens_added,
     end_token,
     read_beside,
     read_bytes,
     read_json,
-    refuse_tokens_added_later,
 )
 from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2
 from trainer.errors import UserError
@@ -148,7 +148,7 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
         vocabulary = read_json(ids_path)
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.
-    refuse_tokens_added_later(
+    check_no_tokens_added(
         directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)}
     )
     pre_tokenizer = BYTE_LEVEL | {"use_regex": True}
@@ -382,7 +382,7 @@ def keeps_words(part: dict[str, Any]) -> bool:
     return part.get("type") == "Split" and is_kept
 
 
-def refuse_equal_ids(name: str | Path, ids: TokenIds) -> None:
+def check_unique_ids(name: str | Path, ids: TokenIds) -> None:
     """Raise UserError for two tokens of one id."""
     tokens: dict[int, bytes] = {}
     for token, i in ids.items():
@@ -415,8 +415,8 @@ def encoding(
                 f"{path}: the special token {token!r} has the id {i} of an ordinary"
                 " token; give it another"
             )
-    refuse_equal_ids(path, ranks)
-    refuse_slow_pattern(path, pattern)
+    check_unique_ids(path, ranks)
+    check_pattern_speed(path, pattern)
     try:
         return tiktoken.Encoding(
             str(path),

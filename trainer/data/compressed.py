@@ -141,7 +141,7 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
         raise
 
 
-def refuse_compressed_duplicates(paths: Collection[Path]) -> None:
+def check_no_compressed_duplicates(paths: Collection[Path]) -> None:
     """Refuse a.txt.gz beside a.txt: by their names they hold one text.
 
     One file could be validated on while the other is trained on.

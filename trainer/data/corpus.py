@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.compressed import (
+    check_no_compressed_duplicates,
     decompressed,
     original_names,
-    refuse_compressed_duplicates,
 )
 from trainer.data.datasets_patches import exact_json
 from trainer.data.files import (
@@ -31,11 +31,11 @@ from trainer.data.files import (
 )
 from trainer.data.hub_data import (
     check_column,
+    check_not_builder,
     hub_errors,
     load_hub,
     local_files,
     open_builder,
-    refuse_builder,
 )
 from trainer.data.jsonl import read_jsonl
 from trainer.data.line_cuts import LINE_START
@@ -266,7 +266,7 @@ def files_corpus(source: TextSource, cache_dir: Path) -> Corpus:
     """
     paths = expand(source.paths)
     check_numbered_files(paths)
-    refuse_compressed_duplicates(paths)
+    check_no_compressed_duplicates(paths)
     user_files = {decompressed(path, cache_dir): path for path in paths}
     compressed = {path: file for path, file in user_files.items() if path != file}
     with original_names(compressed):
@@ -445,7 +445,7 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
             f"streaming {source.name} needs an end: set data.max_documents or"
             " data.max_tokens"
         )
-    refuse_builder(source.name)
+    check_not_builder(source.name)
     folder = path_of(source.name)
     local = local_files(folder)
     files = examine(local, must_be_text=lambda _: False, cache_dir=cache_dir)

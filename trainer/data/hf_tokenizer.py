@@ -73,7 +73,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     if isinstance(tokenizer, JSONTokenizer):
         files = {TOKENIZER_JSON: tokenizer.tree, SETTINGS: settings}
     else:
-        refuse_unknown_pattern(tokenizer)
+        check_known_pattern(tokenizer)
         files = {
             TOKENIZER_JSON: to_tokenizer_json(tokenizer),
             SETTINGS: settings | {"bos_token": end},
@@ -85,7 +85,7 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     return [directory / name for name in files]
 
 
-def refuse_unknown_pattern(tokenizer: Tokenizer) -> None:
+def check_known_pattern(tokenizer: Tokenizer) -> None:
     """Raise UserError for a word pattern of tiktoken that is not known.
 
     Hugging Face's library has another regex engine, so it may split words otherwise.

@@ -39,7 +39,7 @@ SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a
 ROWS_PER_BATCH = 1000
 
 
-def refuse_builder(name: str) -> None:
+def check_not_builder(name: str) -> None:
     """Raise UserError for `text`, `json` and other file formats of `datasets`.
 
     By such a name, `datasets` would read all files in the working directory.
@@ -126,17 +126,17 @@ def open_builder(
             " data.paths=[FILE] reads a file as it stands"
         )
     if builder.name == "arrow":
-        refuse_unsaved(folder, itertools.chain(*splits), local)
-        refuse_joined_splits(folder, data_files)
+        check_saved_files(folder, itertools.chain(*splits), local)
+        check_separate_splits(folder, data_files)
     if local:
         check_numbered_files(map(Path, itertools.chain(*splits)))
         note_unread_files(source.name, local, itertools.chain(*splits))
         for file in itertools.chain(*splits):
-            refuse_joined_archive(Path(file))
+            check_single_split(Path(file))
     return builder
 
 
-def refuse_unsaved(
+def check_saved_files(
     folder: Path, read_files: Iterable[str], local: Sequence[Path]
 ) -> None:
     """Raise UserError for an Arrow file that is no part of a saved data set.
@@ -164,7 +164,9 @@ def refuse_unsaved(
             )
 
 
-def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) -> None:
+def check_separate_splits(
+    folder: Path, data_files: Mapping[str, Sequence[str]]
+) -> None:
     """Raise UserError if `datasets` would read several saved splits as one.
 
     It does so with splits, such as `a` and `b`, whose names hold none of the words
@@ -182,7 +184,7 @@ def refuse_joined_splits(folder: Path, data_files: Mapping[str, Sequence[str]]) 
             )
 
 
-def refuse_joined_archive(file: Path) -> None:
+def check_single_split(file: Path) -> None:
     """Raise UserError for a zip file with several splits, which is read as one."""
     if not zipfile.is_zipfile(file):
         return

@@ -18,15 +18,15 @@ import tokenizers
 from trainer.data.bpe_files import TokenIds, added_ids, is_bpe
 from trainer.data.byte_spelling import SPELLING, unspell
 from trainer.data.line_cuts import is_line_safe
-from trainer.data.tokenizer_bounds import refuse_growth_and_slow_patterns
+from trainer.data.tokenizer_bounds import check_growth_and_patterns
 from trainer.data.tokenizer_settings import (
     ENDS,
     SETTINGS,
+    check_no_tokens_added,
+    check_same_flags,
+    check_settings_beside,
     end_token,
     read_json,
-    refuse_other_flags,
-    refuse_other_settings,
-    refuse_tokens_added_later,
 )
 from trainer.errors import UserError
 from trainer.files import well_formed, write_atomically
@@ -96,8 +96,8 @@ class JSONTokenizer:
             self._lost_bytes = {
                 byte for byte in range(256) if bytes([byte]) not in self.tokens
             }
-            # `_refuse_lost` looks for bytes without a token. Only byte-level tokens are
-            # bytes, so in other tokenizers it could not find a lost character.
+            # `_check_encodable` looks for bytes without a token. Only byte-level tokens
+            # are bytes, so in other tokenizers it could not find a lost character.
             if has_part(tree.get("pre_tokenizer"), "ByteLevel"):
                 self._lost_bytes |= bytes_lost_in_words(tokenizer.model)
             elif self._lost_bytes or self._drops_cuneiform():
@@ -138,7 +138,7 @@ class JSONTokenizer:
         with well_formed(f"tokenizer {self.name}", "download or copy it again"):
             try:
                 if self._lost_bytes:
-                    self._refuse_lost(text)
+                    self._check_encodable(text)
                 [encoding] = encode([text], add_special_tokens=False)
             except NoToken:
                 raise
@@ -155,7 +155,7 @@ class JSONTokenizer:
         first, second = map(self.encode, CUNEIFORM)
         return first == second
 
-    def _refuse_lost(self, text: str) -> None:
+    def _check_encodable(self, text: str) -> None:
         """Raise NoToken for the first character with a byte that has no token."""
         normalizer = self._tokenizer.normalizer
         text = text if normalizer is None else normalizer.normalize_str(text)
@@ -219,7 +219,7 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
             f"{path} has dropout={model['dropout']} in its model, so that a text's ids"
             " are random; set it to null"
         )
-    refuse_growth_and_slow_patterns(path, tree)
+    check_growth_and_patterns(path, tree)
     try:
         # Its pieces may repeat a text, and byte-level ones move the starts of tokens.
         unprocessed = tree | {"post_processor": None}
@@ -318,7 +318,7 @@ def disable_special_tokens(
     tokenizer.model = parse_tokenizer(Path(TOKENIZER_JSON), copy).model
 
 
-def refuse_shifted_ids(
+def check_added_ids(
     path: Path, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
@@ -334,10 +334,10 @@ def refuse_shifted_ids(
                 f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
                 f" `tokenizers` gives it {library_id}; write {library_id} there"
             )
-    refuse_tokens_added_later(path.parent, path.name, tokenizer.get_vocab())
+    check_no_tokens_added(path.parent, path.name, tokenizer.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
-    refuse_other_flags(path.parent, path.name, words)
-    refuse_other_settings(path.parent, path.name, tree)
+    check_same_flags(path.parent, path.name, words)
+    check_settings_beside(path.parent, path.name, tree)
 
 
 def end_of_document(path: Path, tree: dict[str, Any]) -> str:

@@ -26,21 +26,21 @@ from trainer.data.bpe_files import (
     MERGES_AND_IDS_FILES,
     added_ids,
     byte_level_ids,
+    check_unique_ids,
     encoding,
     is_same_in_tiktoken,
     merges_to_tokenizer_json,
     pattern_of,
     read_tiktoken,
-    refuse_equal_ids,
 )
 from trainer.data.json_tokenizer import (
     TOKENIZER_JSON,
     JSONTokenizer,
     NoToken,
+    check_added_ids,
     end_of_document,
     parse_tokenizer,
     read_tokenizer_json,
-    refuse_shifted_ids,
 )
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer_settings import NUL
@@ -288,7 +288,7 @@ def get_tokenizer(name: str) -> Tokenizer:
         return BPETokenizer(name, download(name))
     with well_formed(f"tokenizer {name}", COPY_AGAIN):
         tokenizer = from_files(name)
-        refuse_unusable_ids(tokenizer)
+        check_usable_ids(tokenizer)
         return tokenizer
 
 
@@ -297,7 +297,7 @@ def end_of(tokenizer: Tokenizer) -> str:
     return next(t for t, i in tokenizer.special_tokens.items() if i == tokenizer.eot)
 
 
-def refuse_unusable_ids(tokenizer: Tokenizer) -> None:
+def check_usable_ids(tokenizer: Tokenizer) -> None:
     """Check the ids of a tokenizer, and try it on a text.
 
     Raises:
@@ -312,7 +312,7 @@ def refuse_unusable_ids(tokenizer: Tokenizer) -> None:
             f"tokenizer {tokenizer.name} has the id {bad!r}; expected whole numbers"
             f" below {limit:,} for {len(ids):,} tokens"
         )
-    refuse_equal_ids(f"tokenizer {tokenizer.name}", tokenizer.tokens)
+    check_unique_ids(f"tokenizer {tokenizer.name}", tokenizer.tokens)
     end = end_of(tokenizer)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
         ids = tokenizer.encode(f"A text, of 2 lines, and {end}.\n{UNUSED_CHARACTER}")
@@ -381,7 +381,7 @@ def from_files(name: str) -> Tokenizer:
 def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of `tree`, the content of the tokenizer.json `path`."""
     tokenizer = parse_tokenizer(path, tree)
-    refuse_shifted_ids(path, tree, tokenizer)
+    check_added_ids(path, tree, tokenizer)
     end = end_of_document(path, tree)
     pattern, ids, special = pattern_of(tree), byte_level_ids(tree), added_ids(tree)
     if pattern is None or ids is None:
@@ -425,7 +425,7 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
             tokenizer = JSONTokenizer(name, tree, library, end)
         else:
             tokenizer = BPETokenizer(name, *read_tiktoken(file))
-        refuse_unusable_ids(tokenizer)
+        check_usable_ids(tokenizer)
         return tokenizer
 
 

@@ -48,7 +48,7 @@ REGEX_TOKEN = re.compile(
 )
 
 
-def refuse_growth_and_slow_patterns(path: Path, tree: dict[str, Any]) -> None:
+def check_growth_and_patterns(path: Path, tree: dict[str, Any]) -> None:
     """Refuse a tokenizer.json that may make texts much longer, or search for ever.
 
     Args:
@@ -75,7 +75,7 @@ def refuse_growth_and_slow_patterns(path: Path, tree: dict[str, Any]) -> None:
         )
     for key, text in pairs:
         if key == "Regex":
-            refuse_slow_pattern(path, text)
+            check_pattern_speed(path, text)
 
 
 def longest_form(charsmap: str) -> int:
@@ -135,7 +135,7 @@ class Atom:
         self.repeats = max(self.repeats, atom.repeats)
 
 
-def refuse_slow_pattern(path: Path, pattern: str) -> None:
+def check_pattern_speed(path: Path, pattern: str) -> None:
     """Refuse a word pattern whose search may take exponential time.
 
     Args:

@@ -82,9 +82,7 @@ def added_later(directory: Path) -> dict[str, int]:
     }
 
 
-def refuse_tokens_added_later(
-    directory: Path, file: str, ids: Mapping[str, Any]
-) -> None:
+def check_no_tokens_added(directory: Path, file: str, ids: Mapping[str, Any]) -> None:
     """Refuse a vocabulary to which transformers adds tokens.
 
     Args:
@@ -103,7 +101,7 @@ def refuse_tokens_added_later(
             )
 
 
-def refuse_other_flags(
+def check_same_flags(
     directory: Path, file: str, added_tokens: Mapping[str, Any]
 ) -> None:
     """Refuse a vocabulary if transformers matches its added words by other `FLAGS`.
@@ -145,7 +143,7 @@ def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
     return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
 
-def refuse_other_settings(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
+def check_settings_beside(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
     """Refuse a tokenizer.json that transformers changes by the settings beside it.
 
     Args:

@@ -244,12 +244,12 @@ def check_tensor(spec: CustomSpec, devices: int, multiple: int) -> NoReturn:
     )
 
 
-def refuse_export(*_: Any) -> NoReturn:
+def raise_not_exportable(*_: Any) -> NoReturn:
     """Raise UserError: Hugging Face has no such model."""
     raise UserError("a custom model cannot be exported: Hugging Face has no such model")
 
 
-def refuse_import(source: Path, spec: Any) -> NoReturn:
+def raise_not_importable(source: Path, spec: Any) -> NoReturn:
     """Raise UserError: Hugging Face has no such model."""
     raise UserError(
         f"init_from={source}: Hugging Face weights do not fit a custom model; give a"
@@ -262,5 +262,5 @@ CUSTOM = Family(
     forward_order=("embedding", "scale", "kernel", "bias"),
     build=build_functions,
     check_tensor=check_tensor,
-    huggingface=HuggingFace(refuse_import, refuse_export),
+    huggingface=HuggingFace(raise_not_importable, raise_not_exportable),
 )

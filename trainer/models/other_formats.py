@@ -71,10 +71,10 @@ def check_format(source: Path) -> None:
                 " it are complete"
             )
     if not source.is_dir():
-        refuse_format(source)
+        check_suffix(source)
     elif not any(directory.glob("*.safetensors")):
         for file in sorted(directory.iterdir()):
-            refuse_format(file)
+            check_suffix(file)
         in_subdirectories = sorted(directory.glob("*/*.safetensors"))
         if in_subdirectories:
             raise UserError(
@@ -83,7 +83,7 @@ def check_format(source: Path) -> None:
             )
 
 
-def refuse_format(file: Path) -> None:
+def check_suffix(file: Path) -> None:
     """Raise UserError for a suffix of `OPTIONS` or `PROGRAM_SUFFIXES`."""
     has_config = (file.parent / "config.json").is_file()
     if file.suffix in OPTIONS and (has_config or file.suffix not in PROGRAM_SUFFIXES):

@@ -14,10 +14,10 @@ from trainer.config.renamed import renamed_keys
 from trainer.errors import UserError
 from trainer.files import (
     MAX_DIGITS,
+    check_no_links,
     parse_json,
     parse_mapping,
     read_file,
-    refuse_links,
     well_formed,
 )
 from trainer.observe.display import short
@@ -86,7 +86,7 @@ def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
     return evaluation
 
 
-def refuse_out_of_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
+def check_in_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
     """Raise UserError if a row of metrics follows one of the same or a later step."""
     steps = [row["step"] for row in rows if "event" not in row]
     for previous, step in itertools.pairwise(steps):
@@ -133,9 +133,9 @@ class RunRecords:
           UserError: no metrics.jsonl, or a damaged file.
         """
         if run_dir.is_dir():
-            refuse_links(run_dir)
+            check_no_links(run_dir)
         rows = read_rows(run_dir / "metrics.jsonl")
-        refuse_out_of_order(rows, run_dir)
+        check_in_order(rows, run_dir)
         if all("event" in row for row in rows):
             raise UserError(
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"

@@ -31,10 +31,10 @@ from trainer.errors import UserError
 from trainer.files import (
     OTHER_RUN_DIR,
     check_files,
+    check_no_links,
     explain_unwritable,
     parse_json,
     read_file,
-    refuse_links,
     well_formed,
     write_atomically,
 )
@@ -171,7 +171,7 @@ class Checkpointer:
 
         Somebody else may have made the run: a link in its directory raises UserError.
         """
-        refuse_links(directory.parent)
+        check_no_links(directory.parent)
         return cls(directory, read_only=True)
 
     def __enter__(self) -> Self:
@@ -417,7 +417,7 @@ class Checkpointer:
                 path = self.directory / str(step)
                 problem = f"checkpoint {step} is damaged ({damage})"
                 if is_required:
-                    _refuse_if_removed(path)
+                    _check_not_removed(path)
                     raise UserError(
                         f"{problem}; use another one, or remove {path}"
                     ) from damage
@@ -462,7 +462,7 @@ class Checkpointer:
         checkpoint's meta, so it cannot go on with an older one.
         """
         if self._read_only:
-            _refuse_if_removed(path)
+            _check_not_removed(path)
             raise UserError(f"{problem}; remove {path}")
         folder = self.directory / DAMAGED
         folder.mkdir(exist_ok=True)
@@ -558,7 +558,7 @@ class Checkpointer:
         return state
 
 
-def _refuse_if_removed(path: Path) -> None:
+def _check_not_removed(path: Path) -> None:
     """Raise UserError if another process has removed an unreadable checkpoint."""
     if not path.exists():
         raise UserError(

@@ -23,7 +23,7 @@ from trainer.data.hf_tokenizer import (
 from trainer.data.tokenizer import ByteTokenizer, Tokenizer, load_saved, vocabulary_file
 from trainer.data.tokenizer_settings import MODEL_CONFIGS
 from trainer.errors import UserError
-from trainer.files import ORIGIN, directory_of, refuse_link
+from trainer.files import ORIGIN, check_not_link, directory_of
 from trainer.models import huggingface
 from trainer.models.blocks import stack_layers
 from trainer.models.family import Spec
@@ -311,7 +311,7 @@ def keep_tokenizer(source: Path, run_dir: Path, tokenizer: Tokenizer) -> None:
     target = run_dir / ORIGIN
     if (target / CONFIG).is_file():
         return
-    refuse_link(source / ORIGIN)
+    check_not_link(source / ORIGIN)
     for directory in (source, source / ORIGIN):
         if has_tokenizer(directory, tokenizer):
             # A symlink to a file outside of the directory raises UserError. Then

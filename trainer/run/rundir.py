@@ -24,13 +24,13 @@ from trainer.errors import UserError
 from trainer.files import (
     FOLDERS,
     OTHER_RUN_DIR,
+    check_no_links,
+    check_not_link,
     check_regular,
     explain_unwritable,
     no_follow,
     parse_mapping,
     read_mapping,
-    refuse_link,
-    refuse_links,
     remove_partial,
     write_text,
 )
@@ -156,7 +156,7 @@ class RunDir:
         self._made = not path.exists()
         with explain_unwritable(f"to run_dir={path}", OTHER_RUN_DIR):
             path.mkdir(parents=True, exist_ok=True)
-            refuse_links(path)
+            check_no_links(path)
             self._check_is_run_or_free()
             self._stat = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -242,7 +242,7 @@ class RunDir:
                 " place as run_dir"
             )
         for name in FOLDERS:
-            refuse_link(self.path / name)
+            check_not_link(self.path / name)
         if not self._still_owns_lock():
             raise RunDirLost(
                 f"{self.path / '.lock'} was removed or replaced during the run, so that"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from trainer.config.schema import Resume
 from trainer.errors import UserError
-from trainer.files import refuse_links, saved_steps
+from trainer.files import check_no_links, saved_steps
 from trainer.models.other_formats import check_format
 from trainer.models.weight_files import weight_files
 from trainer.parallel.diloco import DiLoCoSettings
@@ -61,7 +61,7 @@ def check_start(
         )
     if own_steps:
         return
-    refuse_damaged(run_dir)
+    check_undamaged(run_dir)
     if source in ("auto", "none"):
         if step is not None:
             raise UserError(
@@ -85,7 +85,7 @@ def check_start(
         )
 
 
-def refuse_damaged(run_dir: Path) -> None:
+def check_undamaged(run_dir: Path) -> None:
     """Raise UserError if all checkpoints of a run are damaged.
 
     The run would otherwise start again at step 0, and overwrite its log.
@@ -111,7 +111,7 @@ def check_weights(init_from: Path) -> None:
             " Face directory, or a .safetensors file"
         )
     if (init_from / "checkpoints").is_dir():
-        refuse_links(init_from)
+        check_no_links(init_from)
         if is_in_use(init_from):
             raise UserError(
                 f"init_from={init_from} is still training, so its newest checkpoint"
@@ -173,7 +173,7 @@ def starting_point(
     """
     if not checkpointer.steps():
         # `checkpointer` may have moved the damaged ones away when it was made.
-        refuse_damaged(run_dir)
+        check_undamaged(run_dir)
     # The run's own checkpoints come first, so that the command that started a fork also
     # resumes it.
     if checkpointer.steps():

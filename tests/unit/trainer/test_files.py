@@ -13,6 +13,7 @@ from trainer.errors import UserError
 from trainer.files import (
     MAX_VALUES,
     bounded_json,
+    check_no_links,
     check_regular,
     no_follow,
     own_copy,
@@ -22,7 +23,6 @@ from trainer.files import (
     read_file,
     read_mapping,
     read_object,
-    refuse_links,
     remove_partial,
     write_atomically,
 )
@@ -86,16 +86,16 @@ def test_links_and_pipes_where_a_run_writes_are_refused(tmp_path):
     (tmp_path / "wandb" / "latest-run").symlink_to("x")
     (tmp_path / ".wandb" / "latest-run").symlink_to("x")
     (tmp_path / "mine" / "data").symlink_to("x")
-    refuse_links(tmp_path)
+    check_no_links(tmp_path)
     for name in ("b", "numerics/a.png", "checkpoints/20/state", ".wandb/offline-run-a"):
         (tmp_path / name).symlink_to("/etc/passwd")
         message = f"{name} is a symbolic link; .* choose another run"
         with pytest.raises(UserError, match=message):
-            refuse_links(tmp_path)
+            check_no_links(tmp_path)
         (tmp_path / name).unlink()
     os.mkfifo(tmp_path / "checkpoints" / "20" / "state")
     with pytest.raises(UserError, match="20/state is no regular file"):
-        refuse_links(tmp_path)
+        check_no_links(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainer.config.composition import compose_config
 from trainer.data.hf_tokenizer import save_hf
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
-from trainer.files import refuse_links
+from trainer.files import check_no_links
 from trainer.observe.trackers.wandb import choose_run_id
 from trainer.report.run_records import RunRecords
 from trainer.run import initial_weights
@@ -158,7 +158,7 @@ def test_the_id_of_a_wandb_run_is_not_read_through_a_link(run_dir):
     (run_dir / "wandb").mkdir()
     (run_dir / "wandb" / "run_id").symlink_to(Path("token").absolute())
     with pytest.raises(UserError, match="wandb/run_id is a symbolic link"):
-        refuse_links(run_dir)
+        check_no_links(run_dir)
     assert choose_run_id(run_dir, None) != "hf_SECRET"
 
 
@@ -170,10 +170,10 @@ def test_only_the_links_that_wandb_makes_are_in_its_folder(run_dir):
     (run_dir / "wandb" / "debug.log").symlink_to(part / "debug.log")
     (part / "logs").mkdir()
     (part / "logs" / "debug-core.log").symlink_to(Path("core.log").absolute())
-    refuse_links(run_dir)
+    check_no_links(run_dir)
     (part / "files" / "notes.txt").symlink_to(Path("token").absolute())
     with pytest.raises(UserError, match=r"files/notes.txt is a symbolic link"):
-        refuse_links(run_dir)
+        check_no_links(run_dir)
 
 
 @pytest.mark.parametrize("name", ["init_from", "checkpoints"])
