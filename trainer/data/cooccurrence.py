@@ -24,7 +24,6 @@ def token_vectors(
     *,
     end: int | None = None,
     width: int = WIDTH,
-    window: int = WINDOW,
 ) -> Array:
     """Return a vector for each id, similar for tokens with similar neighbors.
 
@@ -36,13 +35,12 @@ def token_vectors(
       end: the id that ends a document; tokens of two documents are no neighbors. None:
           the text is one document.
       width: length of a vector; its elements beyond the rank of the matrix are 0.
-      window: largest distance between neighbors; a pair at distance n counts 1/n.
 
     Returns:
       FP32 [vocab_size, width]; the vectors of ids that the text lacks are 0.
     """
     counts = cooccurrence_counts(
-        np.asarray(tokens_N[:MAX_TOKENS], np.int64), vocab_size, end, window
+        np.asarray(tokens_N[:MAX_TOKENS], np.int64), vocab_size, end, WINDOW
     )
     present = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((vocab_size, width), np.float32)

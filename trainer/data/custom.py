@@ -173,7 +173,7 @@ class CustomLoader:
         del steps
         return self.manifest.validation_bytes_per_token
 
-    def batch(self, step: int, rows: slice | None = None) -> Batch:
+    def batch(self, step: int) -> Batch:
         """See `Loader`."""
         if self._split == "train":
             ids, name = self._batches.batch(step), f"batch({step})"
@@ -181,7 +181,7 @@ class CustomLoader:
             ids, name = self._batches.validation[step], f"validation[{step}]"
         shape = (self.batch_size, self.context + 1)
         tokens = check_ids(ids, name, shape, self._batches.vocab_size)
-        return Batch(tokens[rows or slice(None)], None)
+        return Batch(tokens, None)
 
 
 def check_ids(

@@ -26,7 +26,7 @@ from trainer.errors import UserError
 
 
 class Batch(NamedTuple):
-    """The tokens of a batch, or of some of its rows.
+    """The tokens of a batch, or of some of its samples.
 
     Attributes:
       tokens: int32 [b, T+1]; inputs are [:, :-1], targets [:, 1:].
@@ -62,13 +62,8 @@ class Loader(Protocol):
     def steps_per_epoch(self) -> int:
         """Full batches of distinct windows; at least 1."""
 
-    def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """Return batch `step`, counted from 0, or some of its rows.
-
-        Args:
-          step: at least 0.
-          rows: the rows of this process; None: all B.
-        """
+    def batch(self, step: int) -> Batch:
+        """Return batch `step`, counted from 0."""
 
     def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
         """Return the first `tokens` tokens of the split, a list of documents.
@@ -153,11 +148,9 @@ class ShardLoader:
         del steps
         return self.manifest.validation_bytes_per_token
 
-    def batch(self, step: int, rows: slice | None = None) -> Batch:
+    def batch(self, step: int) -> Batch:
         """See `Loader`."""
-        return self.samples(
-            step * self.batch_size + np.arange(self.batch_size)[rows or slice(None)]
-        )
+        return self.samples(step * self.batch_size + np.arange(self.batch_size))
 
     def samples(self, sample: npt.NDArray[np.int64]) -> Batch:
         """Return the samples with the numbers `sample` [b], counted over all epochs."""
@@ -218,7 +211,7 @@ def validation_rows(windows: int, batch_size: int, row_multiple: int, name: str)
 
 
 def prefetch(
-    loader: Loader, start: int, stop: int, rows: slice | None = None, depth: int = 2
+    loader: Loader, start: int, stop: int, depth: int = 2
 ) -> Iterator[tuple[int, Batch]]:
     """Yield (step, batch) for steps start..stop-1, up to `depth` batches ahead.
 
@@ -241,7 +234,7 @@ def prefetch(
             for step in range(start, stop):
                 if closed.is_set():
                     return
-                put((step, loader.batch(step, rows)))
+                put((step, loader.batch(step)))
         except BaseException as error:  # raised in the consumer's thread
             put(error)
 

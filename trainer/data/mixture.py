@@ -487,12 +487,12 @@ class Mixture:
         samples = self.sampler.samples_per_source(steps)
         return float(np.average(means, weights=samples))
 
-    def batch(self, step: int, rows: slice | None = None) -> Batch:
+    def batch(self, step: int) -> Batch:
         """See `Loader`."""
-        rows_B = np.arange(self.batch_size)[rows or slice(None)]
-        sample = step * self.batch_size + rows_B
-        source, index = self.sampler.assign(sample)
-        tokens = np.empty((len(sample), self.context + 1), np.int32)
+        source, index = self.sampler.assign(
+            step * self.batch_size + np.arange(self.batch_size)
+        )
+        tokens = np.empty((self.batch_size, self.context + 1), np.int32)
         segments = np.empty_like(tokens) if self.document_mask else None
         for k, loader in enumerate(self.sources.values()):
             source_rows = np.flatnonzero(source == k)

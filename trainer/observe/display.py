@@ -18,6 +18,7 @@ from rich.text import Text
 from trainer.errors import DISK_FULL, complain, discard, printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 60
 PLAIN_SECONDS = 5.0  # from line to line where there is no terminal
 SPEEDS = ("perf/step_ms", "perf/tokens_per_s", "perf/mfu")
 SPEED_STEPS = 64  # steps over which the mean speed is taken
@@ -185,7 +186,7 @@ class Display:
             Text("  ".join(part), overflow="ellipsis", no_wrap=True)
             for part in (self._quality(), self._speed())
         ]
-        return Group(bar, *lines, Text(sparkline(list(self._losses), 60), style="cyan"))
+        return Group(bar, *lines, Text(sparkline(list(self._losses)), style="cyan"))
 
     def _quality(self) -> list[str]:
         row = self._row
@@ -255,12 +256,12 @@ def short(number: float) -> str:
     return f"{number:.3g}{units[0]}"
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as at most `width` characters, from low ▁ to high █.
+def sparkline(values: Sequence[float]) -> str:
+    """Draw at most SPARKLINE_WIDTH characters, from low ▁ to high █.
 
     Each character is the mean of an equal part; x marks a part without a finite value.
     """
-    width = min(width, len(values))
+    width = min(SPARKLINE_WIDTH, len(values))
     means: list[float | None] = []
     for i in range(width):
         part = values[len(values) * i // width : len(values) * (i + 1) // width]

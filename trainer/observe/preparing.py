@@ -12,28 +12,22 @@ from trainer.observe.display import PLAIN_SECONDS, Output
 
 
 @contextmanager
-def show_progress(
-    console: Output | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Progress], None]]:
+def show_progress() -> Iterator[Callable[[Progress], None]]:
     """Yield a callback for `prepare(progress=...)`, which shows the progress.
 
     Data that is prepared already shows nothing.
-
-    Args:
-      console: where to print; None: standard error.
-      clock: returns seconds; for tests.
     """
-    console = console or Output(stderr=True, soft_wrap=True)
+    console = Output(stderr=True, soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             yield lambda progress: live.update(Text(line(progress)))
         return
-    due = clock() + PLAIN_SECONDS
+    due = time.monotonic() + PLAIN_SECONDS
 
     def show(progress: Progress) -> None:
         nonlocal due
-        if clock() >= due:
-            due = clock() + PLAIN_SECONDS
+        if time.monotonic() >= due:
+            due = time.monotonic() + PLAIN_SECONDS
             console.print(line(progress))
 
     yield show

