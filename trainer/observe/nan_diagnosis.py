@@ -20,15 +20,9 @@ def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
                 "not diagnosed: several processes; replay the batch in skipped/ on one"
             )
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
-        for i, tokens in enumerate(batch.tokens_AxBxT1):
-            segments = batch.segments_AxBxT1
-            args = (
-                state.params,
-                state.scaling,
-                tokens,
-                None if segments is None else segments[i],
-                keys_AxB[i],
-            )
+        for i, keys_B in enumerate(keys_AxB):
+            micro_batch: Tokens = jax.tree.map(lambda x, i=i: x[i], batch)
+            args = (state.params, state.scaling, *micro_batch, keys_B)
             # Trace outside `task.tracing()`. Inside it an FP8 matmul folds a constant
             # from the preceding operation, and here XLA compiles each operation alone.
             bad_tensor = first_nonfinite_operation(

@@ -52,7 +52,7 @@ import numpy as np
 from flax import nnx
 
 from scalify_core import tree
-from scalify_core.array.scaled_array import is_scaled_array, with_scale
+from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
 from trainer.models.blocks import BLOCKS
@@ -92,16 +92,8 @@ class SlotVariable(nnx.Variable):
     """The second argument of a probe, whose gradient is the measurement."""
 
 
-class BlockCast(NamedTuple):
-    """The cast of an operand in blocks, and the format of the elements."""
-
-    cast: Cast
-    fmt: FloatFormat
-
-    def measure(self, x: Any, axis: int = 1) -> jax.Array:
-        """Return BLOCK_FIGURES of an array, or of the data of a ScaledArray."""
-        data = x.data if is_scaled_array(x) else x
-        return block_figures(data, self.cast, axis, self.fmt)
+# A cast of an operand in blocks, and the format of the elements.
+BlockCast = tuple[Cast, FloatFormat]
 
 
 class NextCast(NamedTuple):
@@ -115,26 +107,22 @@ class NextCast(NamedTuple):
     fmt: FloatFormat | None = None
     blocks: BlockCast | None = None
 
-    def measure(self, x: Any) -> jax.Array:
-        """Return the figures of a tensor before the cast, and those of its blocks."""
-        row = array_figures(x, self.fmt)
+    def measure(
+        self, x: Any, uncast: Any = None, *, count_zeros: bool = True, axis: int = 1
+    ) -> jax.Array:
+        """Return the figures of a tensor before the cast, and those of its blocks.
+
+        Args:
+          x: the tensor.
+          uncast: `unrounded` of `probe.array_figures`.
+          count_zeros: `zeros` of `probe.array_figures`.
+          axis: the axis of a matrix that the product sums over.
+        """
+        row = array_figures(x, self.fmt, uncast, zeros=count_zeros)
         if self.blocks is None:
             return row
-        return jnp.concatenate([row, self.blocks.measure(x)])
-
-
-class MeasureSettings(NamedTuple):
-    """The static settings of `stored_figures`.
-
-    Attributes:
-      cast: the next cast of the tensor.
-      count_zeros: whether zeros count as underflow; `zeros` of `array_figures`.
-      is_stacked: whether the tensor is a stack of layers.
-    """
-
-    cast: NextCast
-    count_zeros: bool
-    is_stacked: bool
+        cast, fmt = self.blocks
+        return jnp.concatenate([row, block_figures(data_of(x), cast, axis, fmt)])
 
 
 class FigureProbe(nnx.Module):
@@ -251,7 +239,7 @@ def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None,
     formats = [FloatFormat.parse(name) for name in (forward, forward, backward)]
     recipe = method.recipe(policy, formats[0], formats[2], native=False)
     casts = recipe.activation, recipe.weight, recipe.gradient
-    return tuple(map(BlockCast, casts, formats))
+    return tuple(zip(casts, formats, strict=True))
 
 
 def format_name(model: Model, kind: str, layer: str) -> str:
@@ -389,7 +377,12 @@ def stored_gradients(
 
 
 def stored_figures(
-    data: jax.Array, scale: Any, uncast: jax.Array | None, settings: MeasureSettings
+    data: jax.Array,
+    scale: Any,
+    uncast: jax.Array | None,
+    cast: NextCast,
+    count_zeros: bool,
+    is_stacked: bool,
 ) -> jax.Array:
     """Return the figures of a stored tensor: [figures], or [L, figures] of a stack of
     layers.
@@ -397,20 +390,17 @@ def stored_figures(
     Args:
       data: the stored values.
       scale: their scale; 1 for a plain array.
-      uncast: values before the cast, `unrounded` of `probe.array_figures`; or None.
-      settings: how to measure.
+      uncast: values before the cast; or None.
+      cast: the next cast of the tensor.
+      count_zeros: whether zeros count as underflow.
+      is_stacked: whether the tensor is a stack of layers.
     """
-    fmt, blocks = settings.cast
 
     def measure(data: jax.Array, scale: Any, uncast: Any) -> jax.Array:
-        row = array_figures(
-            with_scale(data, scale), fmt, uncast, zeros=settings.count_zeros
-        )
-        if blocks is None:
-            return row
-        return jnp.concatenate([row, blocks.measure(data, axis=0)])
+        x = with_scale(data, scale)
+        return cast.measure(x, uncast, count_zeros=count_zeros, axis=0)
 
-    if not settings.is_stacked:
+    if not is_stacked:
         return measure(data, scale, uncast)
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
     return jax.vmap(measure, (0, 0, None if uncast is None else 0))(data, scale, uncast)
@@ -426,7 +416,9 @@ class StoredTensors:
     def __init__(self, task: TrainTask) -> None:
         self.model = task.model
         self._measure = task.jit(
-            stored_figures, static_argnums=3, out_shardings=replicated(task.mesh)
+            stored_figures,
+            static_argnums=(3, 4, 5),
+            out_shardings=replicated(task.mesh),
         )
         policy = self.model.policy
         _, kernel_blocks, _ = block_casts(policy, policy.backward)
@@ -456,16 +448,15 @@ class StoredTensors:
         measured = {}
         for name, x in tensors.items():
             data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
-            before_cast: Any = uncast.get(name)
-            if is_scaled_array(before_cast):
-                before_cast = before_cast.data
-            settings = MeasureSettings(
-                casts.get(name, NextCast()), count_zeros, is_stack(self.model, name)
-            )
             # One after the other: concurrent programs of several devices can deadlock.
             measured[name] = jax.block_until_ready(
                 self._measure(
-                    data, jnp.asarray(scale, jnp.float32), before_cast, settings
+                    data,
+                    jnp.asarray(scale, jnp.float32),
+                    data_of(uncast.get(name)),
+                    casts.get(name, NextCast()),
+                    count_zeros,
+                    is_stack(self.model, name),
                 )
             )
         return measured

@@ -6,7 +6,7 @@ a switch for each cast. Another has all casts, and FP32 between the matmuls.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,14 +149,11 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
             return wide_gradient_dot
         return narrow_gradient_dot
 
-    settings = {"rescale_grads": model.policy.rescaled_places}
-    build = model.family.build
-    compute_dtype = model.policy.logical
-    training = build(
+    training = model.family.build(
         model.spec,
-        compute_dtype=compute_dtype,
+        compute_dtype=model.policy.logical,
         dot_general_for=dot_general_for,
-        **settings,
+        rescale_grads=model.policy.rescaled_places,
     )
     return model._replace(training=training)
 
@@ -266,10 +263,13 @@ def bisect(
         loss_boundary_id=model.loss_boundary_id,
     )
     no_switches = jnp.zeros((0, len(CASTS)), bool)
-    value_and_grad = log_first_duration(
-        jax.jit(functools.partial(gradient, fp32_model)), "compiling in FP32", note
-    )
-    fp32_loss, fp32_grads = value_and_grad(
+
+    def compiled(fn: Callable[..., Any], model: Model, operation: str) -> Any:
+        return log_first_duration(
+            jax.jit(functools.partial(fn, model)), f"compiling {operation}", note
+        )
+
+    fp32_loss, fp32_grads = compiled(gradient, fp32_model, "in FP32")(
         weights.wide(params), (), tokens, segments, no_switches
     )
 
@@ -289,11 +289,7 @@ def bisect(
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, left_out, loss, loss - float(fp32_loss), cosine, error)
 
-    compare_switched = log_first_duration(
-        jax.jit(functools.partial(compare, model)),
-        "compiling with a switch for every cast",
-        note,
-    )
+    compare_switched = compiled(compare, model, "with a switch for every cast")
     findings = [
         finding(*name, compare_switched(on_Lx4, params, scaling, fp32_grads))
         for name, on_Lx4 in switches(model.narrow).items()
@@ -301,10 +297,8 @@ def bisect(
     if model.policy.compute != "fp32":
         fp32_compute = model._replace(policy=with_fp32_compute(model.policy))
         all_on = switches(model.narrow)[ALL, "none"]
-        compare_fp32_compute = log_first_duration(
-            jax.jit(functools.partial(compare, fp32_compute)),
-            "compiling with FP32 between the matmuls",
-            note,
+        compare_fp32_compute = compiled(
+            compare, fp32_compute, "with FP32 between the matmuls"
         )
         measured = compare_fp32_compute(all_on, params, scaling, fp32_grads)
         findings.append(finding(ALL, "compute", measured))
