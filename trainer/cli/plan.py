@@ -24,7 +24,7 @@ from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
-from trainer.text import note, show
+from trainer.text import key_of, note, show
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
@@ -110,8 +110,11 @@ def make_plan(
         raise UserError(
             f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
         )
-    has_batch = sets_batch(overrides)
-    config = planned_config(overrides, has_batch)
+    has_batch = sets_any(overrides, "train.batch_tokens", "experiment")
+    if not has_batch and not sets_any(overrides, "train.grad_accum_steps"):
+        # The plan does not read it, and its default may be shorter than the context.
+        overrides = [*overrides, "train.batch_tokens=${model.context}"]
+    config = compose_config(overrides)
     sequences = args.micro_batch or DEFAULT_SEQUENCES
     if has_batch and not args.micro_batch:
         sequences = sequences_of(config, args.gpus // max(config.parallel.tensor, 1))
@@ -141,26 +144,10 @@ def make_plan(
     )
 
 
-def sets_batch(overrides: Sequence[str]) -> bool:
-    """Return whether the user, a file or an experiment sets train.batch_tokens."""
-    command_line = expand_arguments(overrides)
-    return "train.batch_tokens" in command_line.settings or any(
-        override.startswith(("train.batch_tokens=", "experiment="))
-        for override in command_line.overrides
-    )
-
-
-def planned_config(overrides: Sequence[str], has_batch: bool) -> Config:
-    """Return the configuration.
-
-    If the user sets no batch, train.batch_tokens is one sequence: the plan does not
-    read it, and its default may be shorter than the model's context.
-    """
-    if has_batch or any(
-        override.startswith("train.grad_accum_steps=") for override in overrides
-    ):
-        return compose_config(overrides)
-    return compose_config([*overrides, "train.batch_tokens=${model.context}"])
+def sets_any(overrides: Sequence[str], *keys: str) -> bool:
+    """Return whether the overrides, or a file that they name, set one of the keys."""
+    line = expand_arguments(overrides)
+    return not {*line.settings, *map(key_of, line.overrides)}.isdisjoint(keys)
 
 
 def sequences_of(config: Config, gpus: int) -> int:

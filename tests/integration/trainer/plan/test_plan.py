@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from precisions import ADAMW
 
+from trainer.assembly import planning
 from trainer.assembly.build import build_model, check_fp8
 from trainer.cli import plan as script
 from trainer.cli.commands import run
@@ -300,6 +301,13 @@ def test_bad_arguments_are_answered_in_one_line(arguments, message, capsys):
     assert message in out.err
     assert out.err.count("\n") == 1
     assert out.out == ""
+
+
+def test_micro_batches_of_a_file_keep_the_default_batch(tmp_path, monkeypatch):
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {grad_accum_steps: 4}\n")
+    monkeypatch.setattr(planning, "build_plan", lambda config, *_, **__: config)
+    assert script.plan_of([f"config={file}"]).train.grad_accum_steps == 4
 
 
 def test_a_missing_package_and_a_plugin_of_another_version_are_named(monkeypatch):
