@@ -491,9 +491,18 @@ def _malformed(what: object, error: BaseException, advice: str) -> UserError:
     return UserError(f"{what} is damaged ({type(error).__name__}: {reason}); {advice}")
 
 
-def finite(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replace NaN and infinities, which JSON lacks, by null."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in values.items()
-    }
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities in JSON values, which JSON lacks, by null."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON as `write_text` does, with null for NaN and infinities."""
+    document = json.dumps(finite(value), indent=1, allow_nan=False)
+    write_text(path, f"{document}\n")

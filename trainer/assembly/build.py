@@ -36,7 +36,7 @@ from trainer.observe.peaks import peak_flops
 from trainer.observe.throughput import Throughput
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.parallel.distribute import GradReduceConfig
-from trainer.parallel.mesh import abstract_batch, batch_shards, make_mesh
+from trainer.parallel.mesh import abstract_batch, batch_shards, make_mesh, place_batch
 from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
@@ -287,6 +287,17 @@ def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
         document_mask=c.data.document_mask,
         mesh=mesh,
     )
+
+
+def first_micro_batch(
+    c: schema.Config, w: Workload, step: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return tokens and segments [B, T+1] of a training batch's first micro-batch."""
+    batch = place_batch(
+        w.data.train.batch(step), accum=c.train.grad_accum_steps, mesh=w.mesh
+    )
+    micro_batch: tuple[Any, Any] = jax.tree.map(lambda x: x[0], batch)
+    return micro_batch
 
 
 def build_state(

@@ -14,11 +14,10 @@ Prints the remaining errors of the gradient, the lowest first, and writes them a
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 from trainer.cli.arguments import argument, check_at_least
-from trainer.files import write_text
+from trainer.files import write_json
 from trainer.text import show
 
 
@@ -30,39 +29,28 @@ class Arguments:
     batch: int = argument(
         "number of the training batch, of which the first micro-batch is taken", 0
     )
-    top: int = argument("lines of each table that are printed", 12)
+    top: int = argument("maximum number of rows of each table to print", 12)
 
 
 def main(arguments: Arguments) -> None:
     """Bisect the run, print, and write precision_bisect.json into it."""
     check_at_least(arguments, batch=0, top=1)
+    from trainer.assembly.build import first_micro_batch
     from trainer.assembly.saved_model import restore_training
     from trainer.observe.precision_bisect import advice, bisect, report, unrolled
-    from trainer.parallel.mesh import place_batch
 
     run_dir = Path(arguments.run_dir)
     config, workload, restored = restore_training(run_dir)
-    batch = place_batch(
-        workload.data.train.batch(arguments.batch),
-        accum=config.train.grad_accum_steps,
-        mesh=workload.mesh,
-    )
+    tokens, segments = first_micro_batch(config, workload, arguments.batch)
     model, params = unrolled(workload.model, restored.state.params)
     if model.policy.attention is not None:
         show(
             f"precision.attention={model.policy.attention} has no switch: attention is"
             " in FP32 here"
         )
-    segments = batch.segments_AxBxT1
-    findings = bisect(
-        model,
-        params,
-        restored.state.scaling,
-        batch.tokens_AxBxT1[0],
-        None if segments is None else segments[0],
-    )
+    findings = bisect(model, params, restored.state.scaling, tokens, segments)
     path = run_dir / "precision_bisect.json"
-    write_text(path, json.dumps([f.as_json() for f in findings], indent=1) + "\n")
+    write_json(path, [f.as_json() for f in findings])
     show(report(findings, arguments.top))
     show(advice(findings))
     show(f"all findings: {path}")

@@ -13,7 +13,6 @@ validation text; other tasks are lm-evaluation-harness's.
 """
 
 import glob
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from trainer.bounds import MAX_SEQUENCES
 from trainer.cli.arguments import STEP_HELP, argument, check_at_least, split
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.files import finite, write_text
+from trainer.files import write_json
 from trainer.precision.policy import Policy
 from trainer.text import show
 
@@ -124,7 +123,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         f" {count}, {size:,} tokens{unread}"
     )
     show(
-        f"{'precision':<32} {'loss':>8} {'bits a byte':>12} {'difference, nats':>20}"
+        f"{'precision':<32} {'loss':>8} {'bits/byte':>12} {'difference, nats':>20}"
         f" {'in %':>8}"
     )
     results = []
@@ -142,11 +141,11 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
             )
     # The report shows evaluation.json as the run's, so other text has its own file.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
-    rows = [finite(result._asdict()) for result in results]
+    rows = [result._asdict() for result in results]
     document: dict[str, Any] = {"step": restored.step, "tokens": size, "results": rows}
     if args.text:
         document["text"] = args.text
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_json(path, document)
     show(f"all digits: {path}")
 
 
@@ -197,7 +196,7 @@ def print_tasks(
         "fewshot": fewshot,
         "results": results,
     }
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    write_json(path, document)
     show(f"all digits: {path}")
     if files:
         show(harness_command(files))
@@ -213,7 +212,7 @@ def show_scores(
         for metric, score in metrics.items():
             error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
             show(f"{precision:<32} {task:<24} {metric:<20} {score.value:>10.4f}{error}")
-            rows[task][metric] = finite(score._asdict())
+            rows[task][metric] = score._asdict()
     return rows
 
 

@@ -11,7 +11,6 @@ are from the sizes of their values. Then prints the first place where values are
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.arguments import argument, check_at_least
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
-from trainer.files import write_text
+from trainer.files import write_json
 from trainer.text import note, show
 
 if TYPE_CHECKING:
@@ -90,9 +89,8 @@ def load_inputs(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
             " fresh model"
         )
-    from trainer.assembly.build import build_state, build_workload
+    from trainer.assembly.build import build_state, build_workload, first_micro_batch
     from trainer.assembly.saved_model import restore_training
-    from trainer.parallel.mesh import place_batch
     from trainer.run.libraries import prepare_jax
 
     if arguments.run_dir:
@@ -103,19 +101,14 @@ def load_inputs(
         config = compose_config(overrides)
         workload = build_workload(config)
         state = build_state(config, workload, note)
-    batch = place_batch(
-        workload.data.train.batch(arguments.batch),
-        accum=config.train.grad_accum_steps,
-        mesh=workload.mesh,
-    )
-    tokens = batch.tokens_AxBxT1[0]
-    segments = batch.segments_AxBxT1
+    tokens, segments = first_micro_batch(config, workload, arguments.batch)
     if arguments.sequences > len(tokens):
         raise UserError(
             f"sequences={arguments.sequences}: a micro-batch of this run has"
             f" {len(tokens)}"
         )
-    segments = None if segments is None else segments[0][: arguments.sequences]
+    if segments is not None:
+        segments = segments[: arguments.sequences]
     return workload.model, state.params, tokens[: arguments.sequences], segments
 
 
@@ -139,7 +132,7 @@ def write(path: Path, explained: "Explanation") -> None:
         "errors": explained.errors,
         "rows": rows,
     }
-    write_text(path, json.dumps(document, indent=1) + "\n")
+    write_json(path, document)
 
 
 def main(arguments: Arguments, overrides: Sequence[str]) -> None:

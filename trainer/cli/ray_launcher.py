@@ -445,7 +445,7 @@ def exit_code(done: Future[Any]) -> int:
         code: int = done.result().return_value
     except WorkerGroupError as error:
         complain(
-            f"gave up after launcher.restarts lost workers; the last one:"
+            f"gave up: more workers were lost than launcher.restarts; the last one:"
             f" {describe(next(iter(error.worker_failures.values())))}"
         )
         return 1
