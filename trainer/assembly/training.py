@@ -40,8 +40,9 @@ from trainer.files import path_of
 from trainer.observe.display import Display, Output
 from trainer.observe.nan_diagnosis import make_diagnose
 from trainer.observe.progress import log_duration
-from trainer.observe.trackers.choose import check_kind, make_tracker
-from trainer.observe.trackers.protocol import Tracker
+from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import Tracker, TrackerStart
+from trainer.observe.trackers.tensorboard import check_installed
 from trainer.parallel.mesh import place_batch
 from trainer.parallel.processes import AsyncMax, raise_together, start_processes
 from trainer.parallel.replicas import DiLoCoStep
@@ -131,7 +132,8 @@ def run(
 
 def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
-    check_kind(config.tracker.kind)
+    if config.tracker.kind == "tensorboard":
+        check_installed()
     prepare_jax()
     if config.has_processes:
         start_processes(to_tree(config) | {"environment": numeric_settings()})
@@ -296,15 +298,18 @@ def start_tracker(
     """Start the trackers of a run, which drop rows from after the checkpoint."""
     settings = dataclasses.asdict(config.tracker)
     settings = {k: v for k, v in settings.items() if k != "kind" and v is not None}
-    return make_tracker(
-        config.tracker.kind,
+    start = TrackerStart(
         run_dir,
-        start=checkpoint.step,
+        checkpoint.step,
+        to_tree(config),
         redo_row=checkpoint.meta.get("unfinished") is not None,
-        config=to_tree(config),
-        run_id=checkpoint.meta.get("tracker_id"),
+        id=checkpoint.meta.get("tracker_id"),
         checkpoint_state=checkpoint.meta.get("log"),
         is_fork=checkpoint.is_fork,
+    )
+    return make_tracker(
+        config.tracker.kind,
+        start,
         init=settings | {"name": config.tracker.name or run_dir.name},
         custom=custom,
     )

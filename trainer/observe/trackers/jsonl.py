@@ -230,36 +230,33 @@ class JsonlTracker(Tracker):
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
         last_kept = step - start.redo_row
-        saved_digests = start.checkpoint_state or {}
-        problems: dict[Path, str] = {}
-        sizes: dict[Path, int] = {}
+        # The digest of the samples is inside that of the rows.
+        state = start.checkpoint_state or {}
+        problems: list[str] = []
+
+        def saved_size(path: Path, saved: object) -> int:
+            """Return the size at the checkpoint; the largest if it is not known."""
+            digest = Digest.from_checkpoint(saved)
+            if digest is None:
+                return sys.maxsize
+            if problem := check_log(path, digest):
+                problems.append(
+                    f"{path} is not what the run wrote up to step {step}: {problem}"
+                )
+                return sys.maxsize
+            return digest.size
+
         with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
-            for path, saved in (
-                (self.path, saved_digests),
-                (self.samples_path, saved_digests.get("samples")),
-            ):
-                digest = Digest.from_checkpoint(saved)
-                if digest is None:
-                    continue
-                if problem := check_log(path, digest):
-                    problems[path] = problem
-                else:
-                    sizes[path] = digest.size
+            row_bytes = saved_size(self.path, state)
+            sample_bytes = saved_size(self.samples_path, state.get("samples"))
             self._logged = cut_rows(
-                self.path,
-                step,
-                size=sizes.get(self.path, sys.maxsize),
-                redo_row=start.redo_row,
+                self.path, step, size=row_bytes, redo_row=start.redo_row
             )
-            cut_samples(
-                self.samples_path, last_kept, sizes.get(self.samples_path, sys.maxsize)
-            )
+            cut_samples(self.samples_path, last_kept, sample_bytes)
             self._rows = LogFile(self.path)
             self._samples = LogFile(self.samples_path)
-        for path, text in problems.items():
-            self._warn(
-                step, f"{path} is not what the run wrote up to step {step}: {text}"
-            )
+        for problem in problems:
+            self._warn(step, problem)
         if start.checkpoint_state is None and 0 <= self._logged < last_kept:
             # An event of the next step is cut if the run starts here again.
             self._warn(
@@ -316,7 +313,5 @@ class JsonlTracker(Tracker):
             elif "event" in record:
                 tracker.event(step, record["event"])
             else:
-                tracker.row(
-                    step,
-                    {name: value for name, value in record.items() if name != "step"},
-                )
+                row = {name: x for name, x in record.items() if name != "step"}
+                tracker.row(step, row)

@@ -41,8 +41,8 @@ class TrackerStart:
       run_dir: the run's directory; it exists.
       step: steps taken so far; 0: a new run. Records of later steps are sent again. If
         `is_new`, no earlier record belongs to this run either.
-      redo_row: whether the row of `step` itself is sent again too, with its sample.
       config: the configuration as nested plain values.
+      redo_row: whether the row of `step` itself is sent again too, with its sample.
       id: the tracker's attribute `id` at the newest checkpoint, or None.
       log: the log of the run; None: tracker=none.
       checkpoint_state: `Tracker.checkpoint_state` at the newest checkpoint, or None.
@@ -51,10 +51,10 @@ class TrackerStart:
 
     run_dir: Path
     step: int
-    redo_row: bool
     config: Mapping[str, Any]
-    id: str | None
-    log: RunLog | None
+    redo_row: bool = False
+    id: str | None = None
+    log: RunLog | None = None
     checkpoint_state: Mapping[str, Any] | None = None
     is_fork: bool = False
 

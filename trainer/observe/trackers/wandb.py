@@ -28,8 +28,8 @@ from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
 from trainer.text import python_command, redact
 
 QUEUE_SIZE = 1000  # calls that wait for W&B
-# As W&B makes them. A run directory may be a stranger's, who could name a run that the
-# user named.
+# W&B makes such ids. A run directory may be a stranger's, whose id could be that of a
+# run that the user named.
 RUN_ID = re.compile(r"[a-z0-9]{8}")
 ENQUEUE_SECONDS = 10.0  # if the queue is full for longer, W&B hangs
 FINISH_SECONDS = 60
@@ -105,49 +105,54 @@ class WandbTracker(Tracker):
             disable_git=True,
         )
         wandb_error: type[Exception] = self._wandb.errors.Error
+
+        def init(mode: str) -> Any:
+            return self._wandb.init(**arguments, mode=mode, settings=settings)
+
+        run = None
         try:
             if online:
                 try:
-                    run = self._wandb.init(
-                        **arguments, mode="online", settings=settings
-                    )
+                    run = init("online")
                 except wandb_error as error:
                     self._wandb.teardown()  # it frees the id for the offline run
                     logger.warning(
                         "W&B refused or did not answer (%s): continuing offline",
                         str(error).splitlines()[0],
                     )
-                    online = False
                 else:
                     # The server's last step replaces that of the local files.
                     self._sent = run.starting_step - 1
                     logger.info("W&B run: %s", run.url)
-            if not online:
-                run = self._wandb.init(**arguments, mode="offline", settings=settings)
+            if run is None:
+                run = init("offline")
+                self._log_upload(run, arguments["dir"])
         except (OSError, ValueError, wandb_error) as error:
             raise UserError(
                 f"cannot start W&B: {' '.join(str(error).split())}; set tracker=jsonl"
                 " to train without it"
             ) from error
-        if not online:
-            new_part = Path(run.dir).parent  # its file may not exist yet
-            old_parts = []
-            for path in wandb_files(Path(arguments["dir"]), str(self.id)):
-                folder = path.parent
-                if folder.name.startswith("offline-") and folder.name != new_part.name:
-                    old_parts.append(folder)
-            logger.info(
-                "W&B run, offline; to upload it, its parts in order: %s -m wandb"
-                " sync %s",
-                python_command(),
-                shlex.join(map(str, [*old_parts, new_part])),
-            )
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         # Not hidden, it would be a chart before all others.
         run.define_metric("tokens", step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
+
+    def _log_upload(self, run: Any, run_dir: Path) -> None:
+        """Log the command that uploads an offline run."""
+        new_part = Path(run.dir).parent  # its file may not exist yet
+        folders = [path.parent for path in wandb_files(run_dir, str(self.id))]
+        old_parts = [
+            folder
+            for folder in folders
+            if folder.name.startswith("offline-") and folder.name != new_part.name
+        ]
+        logger.info(
+            "W&B run, offline; to upload it, its parts in order: %s -m wandb sync %s",
+            python_command(),
+            shlex.join(map(str, [*old_parts, new_part])),
+        )
 
     def row(self, step: int, row: Row) -> None:
         with self._lock:

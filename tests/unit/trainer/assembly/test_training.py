@@ -36,7 +36,7 @@ def test_a_moved_directory_explains_another_error_and_stays_as_it_is(tmp_path, e
     path, tracker = tmp_path / "run", JsonlTracker()
     with RunDir(path) as held:
         held.write_config({})
-        tracker.start(TrackerStart(path, 0, False, {}, None, None))
+        tracker.start(TrackerStart(path, 0, {}))
         with pytest.raises(RunDirLost, match="was moved"):
             moved_while_open(held, tracker, error)
     assert not any(path.iterdir())

@@ -21,7 +21,7 @@ class Recorder(Tracker):
 def test_every_call_reaches_every_tracker(tmp_path):
     recorders = [Recorder(), Recorder()]
     calls = [
-        ("start", TrackerStart(tmp_path, 0, False, {}, None, None)),
+        ("start", TrackerStart(tmp_path, 0, {})),
         ("row", 1, {}),
         ("event", 1, "e"),
         ("sample", 1, "n", "t"),
@@ -51,7 +51,7 @@ def test_every_tracker_finishes_even_if_one_before_it_cannot():
 
 def attempt(run_dir, steps, *, kind="jsonl", start=0, is_fork=False):
     """Run some steps, without a checkpoint."""
-    tracker = make_tracker(kind, run_dir, start=start, config={}, is_fork=is_fork)
+    tracker = make_tracker(kind, TrackerStart(run_dir, start, {}, is_fork=is_fork))
     for step in steps:
         tracker.row(step, {"train/loss": 1 / step})
         tracker.sample(step, "sample", f"text of {step}")

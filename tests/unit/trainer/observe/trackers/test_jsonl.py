@@ -27,7 +27,7 @@ def loss(step):
 
 def jsonl(run_dir, *, start=0, redo=False, state=None):
     tracker = JsonlTracker()
-    tracker.start(TrackerStart(run_dir, start, redo, {}, None, None, state))
+    tracker.start(TrackerStart(run_dir, start, {}, redo, checkpoint_state=state))
     return tracker
 
 

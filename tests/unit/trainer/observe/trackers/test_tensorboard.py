@@ -9,6 +9,7 @@ from tensorboardX.proto import event_pb2
 
 from trainer.observe.trackers import tensorboard
 from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import TrackerStart
 
 PNG = bytes.fromhex(  # one white pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005fe02fe0def46b8"
@@ -37,7 +38,7 @@ def shown(run_dir):
 
 
 def start(run_dir, step=0, **settings):
-    return make_tracker("tensorboard", run_dir, start=step, config={}, **settings)
+    return make_tracker("tensorboard", TrackerStart(run_dir, step, {}, **settings))
 
 
 def test_rows_events_samples_and_pictures_are_shown_once_each(tmp_path):
@@ -64,9 +65,10 @@ RUN = """
 import os, signal, sys
 from pathlib import Path
 from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import TrackerStart
 
 start, stop, kill_at, again = map(int, sys.argv[2:])
-tracker = make_tracker("tensorboard", Path(sys.argv[1]), start=start, redo_row=bool(again), config={})
+tracker = make_tracker("tensorboard", TrackerStart(Path(sys.argv[1]), start, {}, bool(again)))
 for step in range(start + 1 - again, stop + 1):
     tracker.row(step, {"train/loss": 1 / 2**step})
     tracker.sample(step, "samples", f"text of {step}")

@@ -17,6 +17,7 @@ from scripts.faults.chaos import read_wandb_rows
 from trainer.observe.records import read_rows
 from trainer.observe.trackers import wandb
 from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import TrackerStart
 from trainer.observe.trackers.wandb import choose_run_id, has_login
 from trainer.observe.trackers.wandb_files import HEADER, wandb_files
 
@@ -25,10 +26,11 @@ RUN = """
 import logging, os, signal, sys, time
 from pathlib import Path
 from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.protocol import TrackerStart
 
 run_dir, start, stop, kill_at = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-tracker = make_tracker("wandb", run_dir, start=start, config={}, init={"project": "p"})
+tracker = make_tracker("wandb", TrackerStart(run_dir, start, {}), init={"project": "p"})
 for stat in Path("/proc").glob("[0-9]*/stat") if kill_at == 0 else ():
     name, _, rest = stat.read_text().partition(")")
     if int(rest.split()[1]) == os.getpid() and "wandb-core" in name:
@@ -170,7 +172,7 @@ def test_a_late_event_leaves_the_row_whole_that_is_being_collected(tmp_path, fak
     """A stall, for example, which a thread reports of the last complete step while the
     loop is at the next one."""
     config = {"train": {"batch_tokens": 64}, "data": {"hf_token": "hidden-secret"}}
-    tracker = make_tracker("wandb", tmp_path, start=0, config=config, init={})
+    tracker = make_tracker("wandb", TrackerStart(tmp_path, 0, config), init={})
     assert "hidden-secret" not in str(fake.given["config"])
     assert fake.given["config"]["train"] == config["train"]
     tracker.row(1, {"train/loss": 1.0})
@@ -192,7 +194,7 @@ def test_when_wandb_hangs_the_training_goes_on_and_ends(
     monkeypatch.setattr(wandb, "QUEUE_SIZE", 5)
     monkeypatch.setattr(wandb, "ENQUEUE_SECONDS", 0.05)
     monkeypatch.setattr(wandb.atexit, "register", lambda *call: exits.append(call))
-    tracker = make_tracker("wandb", tmp_path, start=0, config={}, init={})
+    tracker = make_tracker("wandb", TrackerStart(tmp_path, 0, {}), init={})
     for step in range(1, 101):
         tracker.row(step, {"train/loss": 1 / step})
     tracker.finish(3)
