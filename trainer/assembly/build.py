@@ -350,13 +350,6 @@ def build_learning_rates(c: schema.Config) -> LearningRates:
     return LearningRates(rates_of, c.train.steps)
 
 
-def affects_learning_rates(key: str) -> bool:
-    """Return whether `build_learning_rates` reads a dotted key."""
-    return key in ("train.steps", "train.phases", "optimizer.lr") or key.startswith(
-        "schedule."
-    )
-
-
 def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
     """Return a function from a number of steps to their totals.
 

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 
-from trainer.assembly.build import affects_learning_rates, build_learning_rates
+from trainer.assembly.build import build_learning_rates
 from trainer.config import schema
-from trainer.config.fields import flatten, to_tree
+from trainer.config.fields import flatten, in_groups, to_tree
 from trainer.data.dataset import Dataset
 from trainer.models.custom import CUSTOM
 from trainer.models.flops import param_count
@@ -14,7 +14,6 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.report.messages import (
     describe,
     describe_mesh,
-    describe_schedule_change,
     rounding_of,
 )
 from trainer.report.run_records import FORKED, SCHEDULE_CHANGED, WEIGHTS
@@ -25,6 +24,9 @@ from trainer.run.phases import Phases, TrainingPhase
 from trainer.step.schedule import LearningRates
 from trainer.version import __version__
 from trainer.workload import Workload
+
+# What `build_learning_rates` reads.
+SCHEDULE_KEYS = ("train.steps", "train.phases", "optimizer.lr", "schedule")
 
 
 def describe_run(
@@ -98,7 +100,7 @@ class ScheduleChange(NamedTuple):
     """The learning rates of a resumed run, beside those that were saved.
 
     Attributes:
-      step: steps taken.
+      step: steps taken, at least 1.
       keys: the keys that changed, in words.
       old_rates: the saved learning rate of every step.
       new_rates: that of every step of the run from here on.
@@ -113,6 +115,17 @@ class ScheduleChange(NamedTuple):
 
     def __str__(self) -> str:
         return f"after step {self.step:,} ({self.keys})"
+
+    def describe(self) -> list[str]:
+        """Return a line if the learning rate of the last step taken has changed."""
+        step, old, new = self.step, self.old_rates, self.new_rates
+        if old[step - 1] == new[step - 1] or step == new.steps:
+            return []
+        return [
+            f"the learning-rate schedule changed ({self.keys}): the learning rate goes"
+            f" from {old[step - 1]:.2e} in step {step} to {new[step]:.2e} in step"
+            f" {step + 1}"
+        ]
 
 
 def with_schedule_change(
@@ -142,7 +155,7 @@ def changed_schedule_keys(saved: schema.Config, c: schema.Config) -> str:
     return "; ".join(
         f"{key}={new[key]}, was {old.get(key)}"
         for key in new
-        if old.get(key) != new[key] and affects_learning_rates(key)
+        if old.get(key) != new[key] and in_groups(key, SCHEDULE_KEYS)
     )
 
 
@@ -153,9 +166,7 @@ def describe_change(
     if change is None:
         return []
     lines = describe_batch_change(saved_config(checkpoint.meta), c, checkpoint.step)
-    return lines + describe_schedule_change(
-        change.step, change.old_rates, change.new_rates, change.keys
-    )
+    return lines + change.describe()
 
 
 def describe_other_machine(

@@ -23,12 +23,7 @@ from trainer.report.differing_settings import (
     overridden,
 )
 from trainer.report.page import comparison_page
-from trainer.report.run_records import (
-    FORKED,
-    SCHEDULE_CHANGED,
-    RunRecords,
-    finite,
-)
+from trainer.report.run_records import FORKED, SCHEDULE_CHANGED, RunRecords
 from trainer.run.rundir import MAY_CHANGE
 
 RANKED = "ranked"
@@ -182,8 +177,10 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
     entries = []
     for h in runs:
         ranking = ranking_of(h, ranked_text)
-        loss = final_loss(h) if ranking == RANKED else math.inf
-        entries.append(Entry(h, ranking, loss))
+        losses = [math.inf]
+        if ranking == RANKED:
+            losses += h.values("val/loss")
+        entries.append(Entry(h, ranking, losses[-1]))
     return sorted(
         entries, key=lambda e: (not e.is_counted, e.ranking != RANKED, e.loss)
     )
@@ -191,9 +188,9 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
 
 def last_validated(h: RunRecords) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
-    steps, _ = finite(h.line("val/loss"))
-    if steps:
-        return validated(h, int(steps[-1]))
+    points = h.points("val/loss")
+    if points:
+        return validated(h, points[-1][0])
     return final_validated(h)
 
 
@@ -442,11 +439,6 @@ def best_at_boundary(
     return lines
 
 
-def final_loss(h: RunRecords) -> float:
-    """Return the last validation loss; infinite where there is none."""
-    return (finite(h.line("val/loss"))[1] or [float("inf")])[-1]
-
-
 def best_loss(h: RunRecords) -> str:
     """Return the lowest comparable validation loss, to four digits; `-`: none."""
     losses = [loss for _, loss in h.comparable_validations]
@@ -502,7 +494,7 @@ def number_or_inf(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return float("inf")
+        return math.inf
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

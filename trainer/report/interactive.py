@@ -1,6 +1,7 @@
 """Charts that zoom, by Bokeh, whose code the page contains: it needs no network."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,14 +114,12 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
     `x_range`: of all figures of the page, which zoom together.
     """
     low, high, _ = value_range(chart.shown, from_zero=chart.from_zero)
-    ys = [y for line in chart.shown for y in line.ys]
     fig = empty_plot(low, high, x_range=x_range, x_axis_label=AXES[0])
     fig.xaxis.formatter = CustomJSTickFormatter(code=NUMBER)
-    # NaN is neither positive nor <= 0: it leaves a gap on any axis.
-    positive = [y for y in ys if y > 0]
-    if positive and not any(y <= 0 for y in ys):
-        fig.tags = [low, high, 0.95 * min(positive)]
-    named = []
+    # NaN leaves a gap on any axis.
+    lowest = min(y for line in chart.shown for y in line.ys if not math.isnan(y))
+    if lowest > 0:
+        fig.tags = [low, high, 0.95 * lowest]
     for line in chart.shown:
         source = ColumnDataSource(columns(line))
         renderer = fig.line(
@@ -133,14 +132,13 @@ def plot(chart: Chart, x_range: DataRange1d) -> Any:
         )
         if line.dots or len(line.xs) == 1:
             fig.scatter("x", "y", source=source, color=line.color, size=5)
-        if not line.faint:
-            named.append((renderer, line.name))
-    for renderer, name in named:
+        if line.faint:
+            continue
         fig.add_tools(
             HoverTool(
                 renderers=[renderer],
                 tooltips=[
-                    (name or chart.title, "@y{0.0000[00]}"),
+                    (line.name or chart.title, "@y{0.0000[00]}"),
                     ("step", "@step{0,0}"),
                     ("tokens", "@tokens{0.0a}"),
                     ("hours", "@hours{0.000}"),

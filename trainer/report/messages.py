@@ -24,7 +24,6 @@ from trainer.parallel.replicas import DiLoCoStep
 from trainer.precision.policy import Policy, without_effect
 from trainer.report.run_records import VALIDATION_DIGEST
 from trainer.run.session import TrainLoop
-from trainer.step.schedule import LearningRates
 from trainer.step.xla_flags import determinism_message
 from trainer.text import key_of, override, program_command
 from trainer.workload import TrainTask, Workload
@@ -373,29 +372,6 @@ def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
         f"precision.{name} has no effect here: {why}"
         for name, why in without_effect(policy).items()
         if f"precision.{name}" in given
-    ]
-
-
-def describe_schedule_change(
-    step: int,
-    old_rates: LearningRates,
-    new_rates: LearningRates,
-    why: str,
-) -> list[str]:
-    """Return a line if the learning rate of the last step taken has changed.
-
-    Args:
-      step: steps taken, at least 1.
-      old_rates: learning rates of the run so far.
-      new_rates: learning rates of the run from here on.
-      why: the keys that changed, in words.
-    """
-    if old_rates[step - 1] == new_rates[step - 1] or step == new_rates.steps:
-        return []
-    return [
-        f"the learning-rate schedule changed ({why}): the learning rate goes from"
-        f" {old_rates[step - 1]:.2e} in step {step} to {new_rates[step]:.2e} in step"
-        f" {step + 1}"
     ]
 
 

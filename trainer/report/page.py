@@ -14,7 +14,7 @@ from trainer.files import read_file, well_formed, write_text
 from trainer.observe.display import short
 from trainer.observe.records import read_samples
 from trainer.report.charts import COLORS, Chart, Line, SweepChart, color_number
-from trainer.report.run_records import RunRecords, color_of, finite, read_text
+from trainer.report.run_records import RunRecords, color_of, read_text
 from trainer.report.verdicts import (
     FP8_TENSORS,
     GRADE_LABELS,
@@ -144,7 +144,7 @@ def charts(h: RunRecords) -> list[Chart]:
 def training_charts(h: RunRecords) -> list[Chart]:
     """Return the charts of losses, rates, speed and memory."""
     clip_norm = h.settings.get("optimizer.clip_norm")
-    _, norms = finite(h.line("grad_norm"))
+    norms = h.values("grad_norm")
     clipped_share = 0.0
     if clip_norm and norms:
         clipped_share = sum(norm > clip_norm for norm in norms) / len(norms)

@@ -180,6 +180,15 @@ class RunRecords:
         steps, values = [x for x, _ in points], [y for _, y in points]
         return Line(name, steps, values, color, **look, axes=self.step_axes)
 
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """Return step and value of the rows with a finite value of a key."""
+        pairs = [(row["step"], float(row[key])) for row in self.rows if key in row]
+        return [(step, value) for step, value in pairs if math.isfinite(value)]
+
+    def values(self, key: str) -> list[float]:
+        """Return the finite values of a key."""
+        return [value for _, value in self.points(key)]
+
     @functools.cached_property
     def step_axes(self) -> StepAxes:
         """Tokens and hours of training after each step that has a row."""
@@ -282,11 +291,11 @@ class RunRecords:
         They are those that read the least: the ones during the training, and a final
         one that reads no more.
         """
-        steps, losses = finite(self.line("val/loss"))
-        tokens = [self.validated_tokens(int(step)) for step in steps]
+        points = self.points("val/loss")
+        tokens = [self.validated_tokens(step) for step, _ in points]
         return [
-            (int(step), loss)
-            for step, loss, read in zip(steps, losses, tokens, strict=True)
+            point
+            for point, read in zip(points, tokens, strict=True)
             if read == min(tokens)
         ]
 
@@ -334,9 +343,9 @@ class RunRecords:
 
     def median(self, key: str) -> str:
         """Return the median, to three digits and a unit; `-`: none."""
-        _, ys = finite(self.line(key))
-        if ys:
-            return short(statistics.median(ys))
+        values = self.values(key)
+        if values:
+            return short(statistics.median(values))
         return "-"
 
     def smooth(self, key: str, name: str, color: str = COLORS[0]) -> list[Line]:
@@ -361,12 +370,6 @@ def color_of(event: str) -> str:
     return next(
         (color for word, color in EVENT_COLORS.items() if word in event), OTHER_EVENT
     )
-
-
-def finite(line: Line) -> tuple[list[float], list[float]]:
-    """Return xs and ys of the points with a finite value."""
-    pairs = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
-    return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from scalify_core.numerics.formats import FloatFormat
 from trainer.observe.display import short
 from trainer.precision.methods import METHODS
-from trainer.report.run_records import AS_TRAINED, RunRecords, finite
+from trainer.report.run_records import AS_TRAINED, RunRecords
 
 GOOD, FAIR, BAD, UNRATED = "good", "fair", "bad", "unrated"
 GRADE_LABELS = {GOOD: "✓ yes", FAIR: "~ look closer", BAD: "✗ no", UNRATED: "not rated"}
@@ -70,7 +70,7 @@ class Verdict(NamedTuple):
 
 def learning(h: RunRecords) -> Verdict:
     """Judge by the validation losses, or without them by the training losses."""
-    validation = [(int(x), y) for x, y in zip(*finite(h.line("val/loss")), strict=True)]
+    validation = h.points("val/loss")
     all_losses = h.line("train/loss").ys
     losses = list(filter(math.isfinite, all_losses))
     last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
@@ -183,7 +183,7 @@ def _first_loss_context(h: RunRecords, steps: int) -> str:
 def _near_guessing(h: RunRecords, val_loss: float) -> str:
     """Return a sentence if the validation loss is hardly below that of guessing."""
     ids = h.number("vocabulary")
-    bits = finite(h.line("val/bits_per_byte"))[1][-1:]
+    bits = h.values("val/bits_per_byte")[-1:]
     if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
         return (
             f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}:"
@@ -214,8 +214,7 @@ def _too_few_tokens(h: RunRecords, step: int) -> str:
 def _bits_per_byte(h: RunRecords) -> str:
     """Return the loss in bits per byte of text, compared with a compressor's."""
     bits, xz_bits = (
-        finite(h.line(f"val/{key}"))[1][-1:]
-        for key in ("bits_per_byte", "xz_bits_per_byte")
+        h.values(f"val/{key}")[-1:] for key in ("bits_per_byte", "xz_bits_per_byte")
     )
     if not bits:
         return ""
@@ -331,7 +330,8 @@ def _jumps(h: RunRecords) -> str:
 
     Consecutive losses that are jumps count once.
     """
-    steps, losses = finite(h.line("train/loss"))
+    points = h.points("train/loss")
+    losses = [loss for _, loss in points]
     medians = [
         statistics.median(losses[max(0, i - JUMP_WINDOW) : i])
         for i in range(2, len(losses))
@@ -354,7 +354,7 @@ def _jumps(h: RunRecords) -> str:
     i = max((i for i, jumps in enumerate(is_jump) if jumps), key=rises.__getitem__)
     largest = (
         f"from a median of {medians[i]:.3g} to {losses[i + 2]:.3g} in step"
-        f" {steps[i + 2]:,.0f}"
+        f" {points[i + 2][0]:,}"
     )
     if count == 1:
         return f"The training loss jumped {largest}."
@@ -480,14 +480,14 @@ def _fp8_grade(h: RunRecords) -> tuple[str, str]:
 
 def fast(h: RunRecords) -> Verdict:
     """Judge by throughput and its trend, data waits, and MFU if it is known."""
-    _, speeds = finite(h.line("perf/tokens_per_s"))
+    speeds = h.values("perf/tokens_per_s")
     if not speeds:
         return Verdict(FAIR, "No throughput was recorded.")
     median = statistics.median(speeds)
     final_speed = statistics.median(speeds[-max(1, len(speeds) // 10) :])
     step_ms = statistics.median(h.line("perf/step_ms").ys)
     data_wait = statistics.median(h.line("perf/data_ms").ys) / step_ms
-    _, mfus = finite(h.line("perf/mfu"))
+    mfus = h.values("perf/mfu")
     mfu = ""
     if mfus:
         mfu = f", {statistics.median(mfus):.1%} of the devices' peak"

@@ -6,10 +6,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from trainer.assembly.startup_log import describe_change, with_schedule_change
+from trainer.assembly.startup_log import (
+    ScheduleChange,
+    describe_change,
+    with_schedule_change,
+)
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
-from trainer.report.messages import describe_schedule_change
 from trainer.run.checkpoint import Restored
 from trainer.step.schedule import BLOCK, LearningRates
 
@@ -21,14 +24,14 @@ def rates(*values):
 
 def test_a_changed_schedule_is_told_by_its_learning_rates():
     old, new = rates(4, 3, 2, 1), rates(4, 3.5, 3, 2.5, 2, 1.5, 1)
-    (line,) = describe_schedule_change(4, old, new, "train.steps=7, was 4")
+    (line,) = ScheduleChange(4, "train.steps=7, was 4", old, new, False).describe()
     assert "train.steps=7, was 4)" in line
     assert "from 1.00e+00 in step 4 to 2.00e+00 in step 5" in line
     # only the warm-up, which is over, was another
     old, new = rates(1, 2, 2, 2, 2), rates(2, 2, 2, 2)
-    assert describe_schedule_change(3, old, new, "") == []
+    assert ScheduleChange(3, "", old, new, True).describe() == []
     # it ends here
-    assert describe_schedule_change(4, old, rates(4, 3, 2, 1), "") == []
+    assert ScheduleChange(4, "", old, rates(4, 3, 2, 1), True).describe() == []
 
 
 @pytest.mark.parametrize(
