@@ -68,9 +68,9 @@ class Result:
         # Matplotlib takes half a second to import.
         from trainer.report.curve import curve_picture
 
-        history = RunRecords(self.run_dir.name, self.rows, [], "")
-        lines = history.smooth("train/loss", "training")
-        lines.append(history.line("val/loss", "validation", COLORS[1], dots=True))
+        records = RunRecords(self.run_dir.name, self.rows, [], "")
+        lines = records.smooth("train/loss", "training")
+        lines.append(records.line("val/loss", "validation", COLORS[1], dots=True))
         png = curve_picture(Chart("Loss", lines, "nats per token"))
         data = base64.b64encode(png).decode()
         return f'<pre>{text}</pre><img alt="Loss" src="data:image/png;base64,{data}">'

@@ -140,7 +140,7 @@ def implied_settings(
         for key, values in differing_settings(runs).items()
         if not in_groups(key, user_settings)
     }
-    changes = [h.facts.get(SCHEDULE_CHANGED, "-") for h in runs]
+    changes = [run.facts.get(SCHEDULE_CHANGED, "-") for run in runs]
     if len(set(changes)) > 1:
         settings[SCHEDULE_CHANGED] = changes
     return settings
@@ -155,7 +155,7 @@ def comparison_table(
     if any(entry.ranking != RANKED for entry in entries):
         rankings = [entry.ranking for entry in entries]
         columns = {"validation text": rankings, **columns}
-    rows = [["", *(h.name for h in runs)]]
+    rows = [["", *(run.name for run in runs)]]
     rows += [[key, *values] for key, values in columns.items()]
     if len(runs) > MAX_RUN_COLUMNS:
         return [list(row) for row in zip(*rows, strict=True)]
@@ -169,68 +169,68 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
     a finished run was validated on, if there is any; then the one shared by the most
     runs; then the longest.
     """
-    texts = [last_validated(h) for h in runs]
+    texts = [last_validated(run) for run in runs]
     ranked_text = max(
         texts,
         key=lambda text: (text.is_final, texts.count(text), text.tokens),
     )
     entries = []
-    for h in runs:
-        ranking = ranking_of(h, ranked_text)
+    for run in runs:
+        ranking = ranking_of(run, ranked_text)
         losses = [math.inf]
         if ranking == RANKED:
-            losses += h.values("val/loss")
-        entries.append(Entry(h, ranking, losses[-1]))
+            losses += run.values("val/loss")
+        entries.append(Entry(run, ranking, losses[-1]))
     return sorted(
         entries, key=lambda e: (not e.is_counted, e.ranking != RANKED, e.loss)
     )
 
 
-def last_validated(h: RunRecords) -> ValidatedText:
+def last_validated(run: RunRecords) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
-    points = h.points("val/loss")
+    points = run.points("val/loss")
     if points:
-        return validated(h, points[-1][0])
-    return final_validated(h)
+        return validated(run, points[-1][0])
+    return final_validated(run)
 
 
-def final_validated(h: RunRecords) -> ValidatedText:
+def final_validated(run: RunRecords) -> ValidatedText:
     """Return the text that a run validates on after its last step."""
-    return validated(h, h.settings.get("train.steps", 0))
+    return validated(run, run.settings.get("train.steps", 0))
 
 
-def validated(h: RunRecords, step: int) -> ValidatedText:
+def validated(run: RunRecords, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
-    source = [h.validation_digest, *validation_shares(h)]
-    if h.settings.get("data.boundary_loss") is False:
+    source = [run.validation_digest, *validation_shares(run)]
+    if run.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
-    early_step = step if step < h.settings.get("train.steps", 0) else None
-    return ValidatedText(tuple(source), h.validated_tokens(step), early_step)
+    early_step = step if step < run.settings.get("train.steps", 0) else None
+    return ValidatedText(tuple(source), run.validated_tokens(step), early_step)
 
 
-def validation_shares(h: RunRecords) -> list[str]:
+def validation_shares(run: RunRecords) -> list[str]:
     """Return the shares of a mixture's sources in every validation, those that the run
     ends with; empty for another text.
     """
-    if h.settings.get("data.source") != "mix":
+    if run.settings.get("data.source") != "mix":
         return []
-    stages, weights = (h.settings.get(f"data.{key}") for key in ("stages", "weights"))
+    stages, weights = (run.settings.get(f"data.{key}") for key in ("stages", "weights"))
     last = (
-        stages[-1][1:] if stages else weights or [1] * len(h.settings["data.sources"])
+        stages[-1][1:] if stages else weights or [1] * len(run.settings["data.sources"])
     )
     return [f"{weight / math.fsum(last):.6f}" for weight in last]
 
 
-def ranking_of(h: RunRecords, ranked: ValidatedText) -> str:
+def ranking_of(run: RunRecords, ranked: ValidatedText) -> str:
     """Return RANKED for a run that was last validated on this text, or why it is not
     ranked.
     """
-    text = last_validated(h)
-    losses = h.line("val/loss").ys
+    text = last_validated(run)
+    losses = run.line("val/loss").ys
     has_diverged = bool(losses) and not math.isfinite(losses[-1])
     if text == ranked and not has_diverged:
         return RANKED
-    if final_validated(h) == ranked:
+    if final_validated(run) == ranked:
         return NO_FINAL_LOSS
     if text._replace(early_step=ranked.early_step) == ranked:
         return f"last validated after step {text.early_step:,}, not ranked"
@@ -439,9 +439,9 @@ def best_at_boundary(
     return lines
 
 
-def best_loss(h: RunRecords) -> str:
+def best_loss(run: RunRecords) -> str:
     """Return the lowest comparable validation loss, to four digits; `-`: none."""
-    losses = [loss for _, loss in h.comparable_validations]
+    losses = [loss for _, loss in run.comparable_validations]
     if losses:
         return f"{min(losses):.4g}"
     return "-"
@@ -450,13 +450,13 @@ def best_loss(h: RunRecords) -> str:
 def final_metrics(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the final metrics of the runs, by name: those that any run has."""
     all_metrics = {
-        "validation loss": [h.last("val/loss") for h in runs],
-        "best loss on train.eval_batches": [best_loss(h) for h in runs],
-        "steps": [f"{h.rows[-1]['step']:,}" for h in runs],
-        "tokens/s, median": [h.median("perf/tokens_per_s") for h in runs],
-        "host memory, GiB": [h.last("memory/host_peak_gib") for h in runs],
-        "skipped": [h.last("watchdog/skipped") for h in runs],
-        "rolled back": [h.last("watchdog/rollbacks") for h in runs],
+        "validation loss": [run.last("val/loss") for run in runs],
+        "best loss on train.eval_batches": [best_loss(run) for run in runs],
+        "steps": [f"{run.rows[-1]['step']:,}" for run in runs],
+        "tokens/s, median": [run.median("perf/tokens_per_s") for run in runs],
+        "host memory, GiB": [run.last("memory/host_peak_gib") for run in runs],
+        "skipped": [run.last("watchdog/skipped") for run in runs],
+        "rolled back": [run.last("watchdog/rollbacks") for run in runs],
     }
     return {name: xs for name, xs in all_metrics.items() if set(xs) != {"-"}}
 

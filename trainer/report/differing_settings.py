@@ -27,10 +27,10 @@ def overridden(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     overrides of the first one.
     """
     overrides = [
-        dict(o.partition("=")[::2] for o in h.facts.get("overrides", "").split())
-        for h in runs
+        dict(o.partition("=")[::2] for o in run.facts.get("overrides", "").split())
+        for run in runs
     ]
-    resolved = [h.settings for h in runs]
+    resolved = [run.settings for run in runs]
     keys = dict.fromkeys(key for run_overrides in overrides for key in run_overrides)
 
     def value(
@@ -64,7 +64,7 @@ def overridden(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
 
 def differing_settings(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the values of each configuration key that is not the same in all runs."""
-    trees = [h.settings for h in runs]
+    trees = [run.settings for run in runs]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     different: dict[str, list[Any]] = {
         key: [tree.get(key, "-") for tree in trees] for key in keys

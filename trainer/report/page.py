@@ -73,14 +73,14 @@ pre{background:#f6f8fa;padding:10px;overflow:auto;white-space:pre-wrap} img{max-
 """
 
 
-def ending(h: RunRecords) -> str:
+def ending(run: RunRecords) -> str:
     """Return `N of M steps: ending; tokens`.
 
     A run that was killed leaves no event, so it may also be still running.
     """
-    last = h.rows[-1]["step"]
-    steps = h.settings.get("train.steps")
-    events = [text for step, text in h.events if step >= last]
+    last = run.rows[-1]["step"]
+    steps = run.settings.get("train.steps")
+    events = [text for step, text in run.events if step >= last]
     if any(text.startswith("stopped: ") for text in events):
         how = "ended by the watchdog"
     elif any("; ended; checkpoints" in text for text in events):
@@ -92,22 +92,24 @@ def ending(h: RunRecords) -> str:
     else:
         how = "not finished: stopped, or still running"
     total = "" if steps is None else f" of {steps:,}"
-    return f"{last:,}{total} steps: {how}; {short(h.rows[-1]['tokens'])} tokens"
+    return f"{last:,}{total} steps: {how}; {short(run.rows[-1]['tokens'])} tokens"
 
 
-def subject(h: RunRecords) -> str:
+def subject(run: RunRecords) -> str:
     """Return model, text, devices and seed, as far as they are known."""
-    settings, facts = h.settings, h.facts
+    settings, facts = run.settings, run.facts
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
     text = ""
     if "text" in facts:
         read = (
-            f"{h.number('training tokens'):,} training tokens, read {h.epochs:.1f}"
+            f"{run.number('training tokens'):,} training tokens, read {run.epochs:.1f}"
             " times"
         )
-        ids = f"tokenizer {facts.get('tokenizer', '-')}, {h.number('vocabulary'):,} ids"
+        ids = (
+            f"tokenizer {facts.get('tokenizer', '-')}, {run.number('vocabulary'):,} ids"
+        )
         text = (
-            f"{facts['text']} ({read}; {h.number('validation tokens'):,} for"
+            f"{facts['text']} ({read}; {run.number('validation tokens'):,} for"
             f" validation; {ids})"
         )
     parts = [
@@ -115,36 +117,38 @@ def subject(h: RunRecords) -> str:
         text,
         ", ".join(facts[key] for key in ("devices", "host") if key in facts),
         f"seed {settings['seed']}" if "seed" in settings else "",
-        h.started_from,
+        run.started_from,
     ]
     return "; ".join(filter(None, parts))
 
 
-def arithmetic(h: RunRecords) -> str:
+def arithmetic(run: RunRecords) -> str:
     """Return the precision and its meaning; empty where it is unknown."""
-    name = h.settings.get("precision.name")
-    meaning = h.facts.get("arithmetic")
+    name = run.settings.get("precision.name")
+    meaning = run.facts.get("arithmetic")
     if not name:
         return ""
     text = f"precision {name}: {meaning}" if meaning else f"precision {name}"
-    if h.earlier_precisions:
-        earlier = ", then ".join(h.earlier_precisions)
+    if run.earlier_precisions:
+        earlier = ", then ".join(run.earlier_precisions)
         text += f"; this is the last phase; before it: {earlier}"
     return text
 
 
-def charts(h: RunRecords) -> list[Chart]:
+def charts(run: RunRecords) -> list[Chart]:
     """Return the charts of a run that have recorded values."""
-    all_charts = [*training_charts(h), *numerics_charts(h)]
+    all_charts = [*training_charts(run), *numerics_charts(run)]
     return [
-        replace(chart, event_marks=h.event_marks) for chart in all_charts if chart.shown
+        replace(chart, event_marks=run.event_marks)
+        for chart in all_charts
+        if chart.shown
     ]
 
 
-def training_charts(h: RunRecords) -> list[Chart]:
+def training_charts(run: RunRecords) -> list[Chart]:
     """Return the charts of losses, rates, speed and memory."""
-    clip_norm = h.settings.get("optimizer.clip_norm")
-    norms = h.values("grad_norm")
+    clip_norm = run.settings.get("optimizer.clip_norm")
+    norms = run.values("grad_norm")
     clipped_share = 0.0
     if clip_norm and norms:
         clipped_share = sum(norm > clip_norm for norm in norms) / len(norms)
@@ -155,30 +159,30 @@ def training_charts(h: RunRecords) -> list[Chart]:
         Chart(
             "Loss",
             [
-                *h.smooth("train/loss", "training"),
-                h.line("val/loss", "validation", COLORS[1], dots=True),
+                *run.smooth("train/loss", "training"),
+                run.line("val/loss", "validation", COLORS[1], dots=True),
             ],
             "nats per token, lower is better",
         ),
-        Chart("Learning rate", [h.line("lr")], from_zero=True),
+        Chart("Learning rate", [run.line("lr")], from_zero=True),
         Chart(
             "Gradient norm",
-            h.smooth("grad_norm", "norm"),
+            run.smooth("grad_norm", "norm"),
             norm_unit,
             from_zero=True,
             limit=clip_norm if clipped_share else None,
         ),
         Chart(
             "Throughput",
-            h.smooth("perf/tokens_per_s", ""),
+            run.smooth("perf/tokens_per_s", ""),
             "tokens per second",
             from_zero=True,
         ),
         Chart(
             "Memory",
             [
-                h.line("memory/device_peak_gib", "device"),
-                h.line("memory/host_peak_gib", "host", COLORS[1]),
+                run.line("memory/device_peak_gib", "device"),
+                run.line("memory/host_peak_gib", "host", COLORS[1]),
             ],
             "GiB, peak so far",
             from_zero=True,
@@ -186,20 +190,20 @@ def training_charts(h: RunRecords) -> list[Chart]:
     ]
 
 
-def numerics_charts(h: RunRecords) -> list[Chart]:
+def numerics_charts(run: RunRecords) -> list[Chart]:
     """Return the charts of numerics and sharpness.
 
     Lines that are flat by design are left out: saturation and underflow in FP32, and
     scales that are all 1.
     """
-    underflow = relative_underflow(h)
+    underflow = relative_underflow(run)
     underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
     underflow_limit: float | None = 100 * UNDERFLOW_LIMITS[0]
     if not underflow:
-        underflow = min_max_lines(h, "underflow", "max", factor=100)
+        underflow = min_max_lines(run, "underflow", "max", factor=100)
         underflow_unit = "upper bound, % of the values, worst layer"
         underflow_limit = None
-    scales = min_max_lines(h, "exponent", "max", "min")
+    scales = min_max_lines(run, "exponent", "max", "min")
     return [
         Chart(
             "Underflow",
@@ -210,20 +214,20 @@ def numerics_charts(h: RunRecords) -> list[Chart]:
         ),
         Chart(
             "Saturation",
-            min_max_lines(h, "saturated", "max", factor=100),
+            min_max_lines(run, "saturated", "max", factor=100),
             "% of the values cut off, worst layer",
             from_zero=True,
             limit=100 * SATURATION_LIMITS[0],
         ),
         Chart(
             "Sharpness of the logits",
-            [h.line("sharpness/logits", dots=True)],
+            [run.line("sharpness/logits", dots=True)],
             LOGITS_SHARPNESS_UNIT,
             from_zero=True,
         ),
         Chart(
             "Learning rate / critical learning rate",
-            [relative_learning_rate(h)],
+            [relative_learning_rate(run)],
             "at 1 or more, a step raises the loss of its own batch",
             from_zero=True,
             limit=1.0,
@@ -237,32 +241,32 @@ def numerics_charts(h: RunRecords) -> list[Chart]:
 
 
 def min_max_lines(
-    h: RunRecords, statistic: str, *ends: str, factor: float = 1.0
+    run: RunRecords, statistic: str, *ends: str, factor: float = 1.0
 ) -> list[Line]:
     """Return lines of a statistic's extremes over the layers, for each tensor class.
 
     `ends`: `min` and `max`, or one of them; `factor` multiplies the values.
     """
-    if h.settings.get("precision.compute") == "fp32" and not is_low_precision(
-        h.settings
+    if run.settings.get("precision.compute") == "fp32" and not is_low_precision(
+        run.settings
     ):
         return []
     lines = []
     for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
         for end in ends:
             key = f"numerics/{kind}/{statistic}_{end}"
-            line = h.line(key, kind.replace("_", " "), color, dots=True)
+            line = run.line(key, kind.replace("_", " "), color, dots=True)
             lines.append(replace(line, ys=[factor * y for y in line.ys]))
     return lines
 
 
-def relative_underflow(h: RunRecords) -> list[Line]:
+def relative_underflow(run: RunRecords) -> list[Line]:
     """Return lines of the worst underflow, in percent of the tensor's RMS."""
     measured = [
-        quantization_errors(numerics, h.settings, h.fp8_layers, "underflow")
-        for _, numerics in h.numerics
+        quantization_errors(numerics, run.settings, run.fp8_layers, "underflow")
+        for _, numerics in run.numerics
     ]
-    steps = [step for step, _ in h.numerics]
+    steps = [step for step, _ in run.numerics]
     no_error = QuantizationError(0.0, 0.0, "")
     lines = []
     for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
@@ -272,7 +276,7 @@ def relative_underflow(h: RunRecords) -> list[Line]:
             ]
             name = kind.replace("_", " ")
             lines.append(
-                Line(name, steps, percents, color, dots=True, axes=h.step_axes)
+                Line(name, steps, percents, color, dots=True, axes=run.step_axes)
             )
     return lines
 
@@ -285,10 +289,10 @@ def draw_charts(all_charts: Sequence[Chart | SweepChart]) -> list[str]:
     return chart_grid(all_charts)
 
 
-def relative_learning_rate(h: RunRecords) -> Line:
+def relative_learning_rate(run: RunRecords) -> Line:
     """Return the ratio of the learning rate to the critical one, where measured."""
-    sharpness = h.line("sharpness/critical", dots=True)
-    rates = {row["step"]: float(row["lr"]) for row in h.rows if "lr" in row}
+    sharpness = run.line("sharpness/critical", dots=True)
+    rates = {row["step"]: float(row["lr"]) for row in run.rows if "lr" in row}
     ratios = [
         rates[step] * value / 2
         for step, value in zip(sharpness.xs, sharpness.ys, strict=True)
@@ -297,13 +301,13 @@ def relative_learning_rate(h: RunRecords) -> Line:
 
 
 def render(
-    h: RunRecords, *, pictures: Mapping[str, bytes], sample: str, environment: str
+    run: RunRecords, *, pictures: Mapping[str, bytes], sample: str, environment: str
 ) -> str:
     """Return the page. `pictures`: PNGs by title."""
     verdicts = {
-        "Is it learning?": learning(h),
-        "Is it healthy?": healthy(h),
-        "Is it fast?": fast(h),
+        "Is it learning?": learning(run),
+        "Is it healthy?": healthy(run),
+        "Is it fast?": fast(run),
     }
     cards = ""
     for question, verdict in verdicts.items():
@@ -312,38 +316,41 @@ def render(
             f'<div class="card {verdict.grade}"><i>{label}</i><b>{question}</b>'
             f"{first_line_and_list(verdict.text)}</div>"
         )
+    marked = " <small>dashed lines in the charts</small>" * bool(run.events)
     sections = [
-        f"<h1>{html.escape(h.name)}</h1>",
+        f"<h1>{html.escape(run.name)}</h1>",
         *(
             f"<p class=sub>{html.escape(line)}</p>"
-            for line in (ending(h), subject(h), arithmetic(h))
+            for line in (ending(run), subject(run), arithmetic(run))
             if line
         ),
         f'<div class="cards">{cards}</div>',
         f"<p class=sub>{ONE_RUN_NOTE}</p>",
-        *draw_charts(charts(h)),
-        (
-            f"<h2>Events{' <small>dashed lines in the charts</small>' * bool(h.events)}</h2>{event_table(h.events)}"
-        ),
+        *draw_charts(charts(run)),
+        f"<h2>Events{marked}</h2>{event_table(run.events)}",
     ]
     if sample:
-        prompt = (
-            " <small>continues:"
-            f" {html.escape(str(h.settings.get('sample.prompt', '')))}</small>"
+        prompt = html.escape(str(run.settings.get("sample.prompt", "")))
+        sections.append(
+            f"<h2>Last sample <small>continues: {prompt}</small></h2>{pre(sample)}"
         )
-        sections.append(f"<h2>Last sample{prompt}</h2><pre>{html.escape(sample)}</pre>")
     for title, png in pictures.items():
         data = base64.b64encode(png).decode()
         image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
-        sections.append(
-            "<details><summary>Numerics of every layer:"
-            f" {html.escape(title)}</summary>{image}</details>"
-        )
-    for title, text in (("Configuration", h.config), ("Environment", environment)):
-        sections.append(
-            f"<details><summary>{title}</summary><pre>{html.escape(text)}</pre></details>"
-        )
-    return html_document(h.name, sections)
+        sections.append(folded(f"Numerics of every layer: {title}", image))
+    sections.append(folded("Configuration", pre(run.config)))
+    sections.append(folded("Environment", pre(environment)))
+    return html_document(run.name, sections)
+
+
+def pre(text: str) -> str:
+    """Return preformatted text."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def folded(title: str, content: str) -> str:
+    """Return a part of a page that a click on its title shows."""
+    return f"<details><summary>{html.escape(title)}</summary>{content}</details>"
 
 
 def comparison_page(
@@ -359,15 +366,17 @@ def comparison_page(
     The first row of a table is its head. `means` may be empty. `unranked`: names of the
     runs whose losses cannot be compared.
     """
-    names = {h.name: h.name for h in runs}
+    names = {run.name: run.name for run in runs}
     names |= {name: f"{name} (not ranked)" for name in unranked}
 
     def lines_of_runs(key: str) -> list[Line]:
-        pairs = [(h, color_number(i)) for i, h in enumerate(runs)]
+        pairs = [(run, color_number(i)) for i, run in enumerate(runs)]
         if key in SMOOTHED:
-            return [h.smooth(key, names[h.name], color)[1] for h, color in pairs]
+            return [run.smooth(key, names[run.name], color)[1] for run, color in pairs]
         is_validation = key.startswith("val/")
-        return [h.line(key, names[h.name], c, dots=is_validation) for h, c in pairs]
+        return [
+            run.line(key, names[run.name], c, dots=is_validation) for run, c in pairs
+        ]
 
     curves = [
         Chart(title, lines_of_runs(key), unit, not key.endswith("loss"))
@@ -402,13 +411,10 @@ def first_line_and_list(text: str) -> str:
 
 def html_document(title: str, sections: Sequence[str]) -> str:
     """Return a whole document."""
-    head = (
-        "<meta"
-        f' charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    )
     return (
-        "<!doctype html><html"
-        f' lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(sections)}</body></html>\n"
     )
 
 
@@ -438,11 +444,11 @@ def write_report(run_dir: Path) -> Path:
       UserError: no log, a malformed file, a link (whose target would be published), or
           a full disk.
     """
-    h = RunRecords.read(run_dir)
+    run = RunRecords.read(run_dir)
     samples = read_samples(run_dir / "samples.txt")
     with well_formed(f"a record in {run_dir}", "repair or remove the file"):
         text = render(
-            h,
+            run,
             pictures={
                 path.stem.replace("_", " "): read_file(path)
                 for path in sorted((run_dir / "numerics").glob("*.png"))

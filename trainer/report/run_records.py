@@ -153,7 +153,7 @@ class RunRecords:
             environment = read_text(run_dir / "environment.txt")
             last_start = environment.strip().split("\n\n")[-1].splitlines()
             facts = [line.partition(": ") for line in last_start]
-            history = cls(
+            records = cls(
                 name,
                 [without_layers(row) for row in rows if "event" not in row],
                 [(row["step"], row["event"]) for row in rows if "event" in row],
@@ -167,10 +167,10 @@ class RunRecords:
             run_dir / "config.yaml",
             "restore it: the command that trained this run, given again, does",
         ):
-            if not history.config.strip():
+            if not records.config.strip():
                 raise ValueError("it is missing or empty")
-            run_name = history.settings.get("tracker.name") or run_dir.resolve().name
-            return replace(history, name=name or run_name)
+            run_name = records.settings.get("tracker.name") or run_dir.resolve().name
+            return replace(records, name=name or run_name)
 
     def line(
         self, key: str, name: str = "", color: str = COLORS[0], **look: bool

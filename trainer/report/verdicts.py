@@ -68,10 +68,10 @@ class Verdict(NamedTuple):
     text: str
 
 
-def learning(h: RunRecords) -> Verdict:
+def learning(run: RunRecords) -> Verdict:
     """Judge by the validation losses, or without them by the training losses."""
-    validation = h.points("val/loss")
-    all_losses = h.line("train/loss").ys
+    validation = run.points("val/loss")
+    all_losses = run.line("train/loss").ys
     losses = list(filter(math.isfinite, all_losses))
     last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
     if sum(map(math.isfinite, last_tenth)) <= len(last_tenth) / 2:
@@ -79,52 +79,52 @@ def learning(h: RunRecords) -> Verdict:
             BAD,
             f"Most of the last {len(last_tenth):,} training losses are not finite.",
         )
-    if not all(map(math.isfinite, h.line("val/loss").ys[-1:])):
+    if not all(map(math.isfinite, run.line("val/loss").ys[-1:])):
         return Verdict(BAD, "The last validation loss is not finite.")
     if len(losses) < 2:
         return Verdict(FAIR, "Too few steps to tell.")
     tenth = max(1, len(losses) // 10)
     # A run that starts from trained weights has no high first loss to fall from.
-    first_losses = losses[:tenth] if h.started_from else losses[:1]
+    first_losses = losses[:tenth] if run.started_from else losses[:1]
     last_losses = losses[-tenth:]
     first, last = statistics.fmean(first_losses), statistics.fmean(last_losses)
     training = (
         f"The loss on its training text went from {first:.3f} nats a token"
-        f"{_first_loss_context(h, len(first_losses))} to {last:.3f}"
+        f"{_first_loss_context(run, len(first_losses))} to {last:.3f}"
     )
-    grade, reason = _training_grade(h, first_losses, last_losses)
+    grade, reason = _training_grade(run, first_losses, last_losses)
     if not validation:
         return Verdict(grade, f"{training}. There was no validation.{reason}")
     val_step, val_loss = validation[-1]
     text = f"On unseen text the loss is {val_loss:.3f} nats a token"
-    text += f"{_bits_per_byte(h)}."
-    evaluation = _in_other_precisions(h, val_step)
-    if grade == BAD or (val_loss >= first and not h.started_from):
+    text += f"{_bits_per_byte(run)}."
+    evaluation = _in_other_precisions(run, val_step)
+    if grade == BAD or (val_loss >= first and not run.started_from):
         return Verdict(
             BAD,
             f"{text} That is no better than at the start.\n{training}.{evaluation}",
         )
     if grade == FAIR:
         return Verdict(FAIR, f"{text}\n{training}.{reason}{evaluation}")
-    if doubt := _near_guessing(h, val_loss) or _too_few_tokens(h, val_step):
+    if doubt := _near_guessing(run, val_loss) or _too_few_tokens(run, val_step):
         return Verdict(FAIR, f"{text} {doubt}\n{training}.{evaluation}")
-    if rise := _rise_of_validation(h, val_step):
-        best = min(loss for _, loss in h.comparable_validations)
+    if rise := _rise_of_validation(run, val_step):
+        best = min(loss for _, loss in run.comparable_validations)
         overfitting = " It memorizes its training text." if last < best else ""
         return Verdict(FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}")
-    trend = _trend(h.comparable_validations, h.rows[0]["step"] - 1)
-    gap = _generalization_gap(h, val_loss, last)
+    trend = _trend(run.comparable_validations, run.rows[0]["step"] - 1)
+    gap = _generalization_gap(run, val_loss, last)
     return Verdict(GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
 
 
-def _rise_of_validation(h: RunRecords, last_step: int) -> str:
+def _rise_of_validation(run: RunRecords, last_step: int) -> str:
     """Return a clause about a validation loss that was clearly lower before.
 
     Empty: it was not. `last_step`: the step of the last validation, which may have read
     another text than those before.
     """
-    best_step, best = min(h.comparable_validations, key=lambda pair: pair[1])
-    newest_step, newest = h.comparable_validations[-1]
+    best_step, best = min(run.comparable_validations, key=lambda pair: pair[1])
+    newest_step, newest = run.comparable_validations[-1]
     if newest <= best * (1 + MAX_LOSS_RISE):
         return ""
     if newest_step == last_step:
@@ -136,7 +136,7 @@ def _rise_of_validation(h: RunRecords, last_step: int) -> str:
 
 
 def _training_grade(
-    h: RunRecords, first_losses: Sequence[float], last_losses: Sequence[float]
+    run: RunRecords, first_losses: Sequence[float], last_losses: Sequence[float]
 ) -> tuple[str, str]:
     """Return a grade of the training loss, and a sentence if it is not good.
 
@@ -145,7 +145,7 @@ def _training_grade(
     single steps vary.
     """
     first, last = statistics.fmean(first_losses), statistics.fmean(last_losses)
-    if h.started_from:
+    if run.started_from:
         error = math.hypot(
             *(
                 statistics.stdev(losses) / math.sqrt(len(losses))
@@ -166,24 +166,24 @@ def _training_grade(
     return GOOD, ""
 
 
-def _first_loss_context(h: RunRecords, steps: int) -> str:
+def _first_loss_context(run: RunRecords, steps: int) -> str:
     """Return a parenthesis about the first loss, which is the mean over `steps` steps.
 
     It names the weights that the run started from, or the loss of blind guessing.
     """
-    if h.started_from:
+    if run.started_from:
         mean = f"mean of the first {steps:,} steps, " if steps > 1 else ""
-        return f" ({mean}{h.started_from})"
-    ids = h.number("vocabulary")
+        return f" ({mean}{run.started_from})"
+    ids = run.number("vocabulary")
     if ids:
         return f" (blind guessing among {ids:,} tokens: {math.log(ids):.3f})"
     return ""
 
 
-def _near_guessing(h: RunRecords, val_loss: float) -> str:
+def _near_guessing(run: RunRecords, val_loss: float) -> str:
     """Return a sentence if the validation loss is hardly below that of guessing."""
-    ids = h.number("vocabulary")
-    bits = h.values("val/bits_per_byte")[-1:]
+    ids = run.number("vocabulary")
+    bits = run.values("val/bits_per_byte")[-1:]
     if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
         return (
             f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}:"
@@ -194,14 +194,14 @@ def _near_guessing(h: RunRecords, val_loss: float) -> str:
     return ""
 
 
-def _too_few_tokens(h: RunRecords, step: int) -> str:
+def _too_few_tokens(run: RunRecords, step: int) -> str:
     """Return a sentence if the validation after a step read too few tokens.
 
     The standard deviation of a token's loss is about as large as its mean. So the mean
     over n tokens has a relative error of about 2 / sqrt(n), two standard errors.
     """
-    tokens = h.number("validation tokens")
-    tokens = min(tokens, h.validated_tokens(step) or tokens)
+    tokens = run.number("validation tokens")
+    tokens = min(tokens, run.validated_tokens(step) or tokens)
     if tokens == 0 or 2 / math.sqrt(tokens) <= MAX_ERROR:
         return ""
     return (
@@ -211,10 +211,10 @@ def _too_few_tokens(h: RunRecords, step: int) -> str:
     )
 
 
-def _bits_per_byte(h: RunRecords) -> str:
+def _bits_per_byte(run: RunRecords) -> str:
     """Return the loss in bits per byte of text, compared with a compressor's."""
     bits, xz_bits = (
-        h.values(f"val/{key}")[-1:] for key in ("bits_per_byte", "xz_bits_per_byte")
+        run.values(f"val/{key}")[-1:] for key in ("bits_per_byte", "xz_bits_per_byte")
     )
     if not bits:
         return ""
@@ -254,43 +254,43 @@ def _trend(validation: list[tuple[int, float]], start: int) -> str:
     return f"\nSince step {step:,} it {change}."
 
 
-def _generalization_gap(h: RunRecords, val_loss: float, training_loss: float) -> str:
+def _generalization_gap(run: RunRecords, val_loss: float, training_loss: float) -> str:
     """Return the gap between training and validation loss, and a possible reason."""
     share = 1 - training_loss / val_loss
     if share < MAX_GENERALIZATION_GAP:
         return ""
     text = f", {share:.0%} below the loss on unseen text"
-    if not h.epochs:
+    if not run.epochs:
         return text
     reason = "so it can hardly be memorized: the two texts differ in kind"
-    if h.epochs >= MEMORIZING_EPOCHS:
+    if run.epochs >= MEMORIZING_EPOCHS:
         reason = "so part of it may be memorized"
-    return f"{text}. The training text was read {h.epochs:.1f} times, {reason}"
+    return f"{text}. The training text was read {run.epochs:.1f} times, {reason}"
 
 
-def _in_other_precisions(h: RunRecords, step: int) -> str:
+def _in_other_precisions(run: RunRecords, step: int) -> str:
     """Return a line about the losses of a step's weights in other precisions."""
-    if h.evaluation is None or h.evaluation.step != step:
+    if run.evaluation is None or run.evaluation.step != step:
         return ""
-    as_trained = h.evaluation.losses[AS_TRAINED]
+    as_trained = run.evaluation.losses[AS_TRAINED]
     listed = ", ".join(
         f"{loss:.4f} in {name} ({loss / as_trained - 1:+.2%})"
-        for name, loss in h.evaluation.losses.items()
+        for name, loss in run.evaluation.losses.items()
         if name != AS_TRAINED
     )
     return (
-        f"\nOn {h.evaluation.tokens:,} tokens of that text the loss of the same weights"
-        f" is {as_trained:.4f} as trained, {listed}: this is the cost of inference in"
-        " that precision, not of training in it."
+        f"\nOn {run.evaluation.tokens:,} tokens of that text the loss of the same"
+        f" weights is {as_trained:.4f} as trained, {listed}: this is the cost of"
+        " inference in that precision, not of training in it."
     )
 
 
-def healthy(h: RunRecords) -> Verdict:
+def healthy(run: RunRecords) -> Verdict:
     """Judge by the events, the watchdog's counts and the numerics."""
-    last = h.rows[-1]
+    last = run.rows[-1]
     steps = last["step"]
     skipped = int(last.get("watchdog/skipped", 0))
-    texts = [text for _, text in h.events]
+    texts = [text for _, text in run.events]
     stopped = [text for text in texts if text.startswith("stopped")]
     if stopped:
         reason = stopped[-1].removeprefix("stopped: ")
@@ -306,8 +306,8 @@ def healthy(h: RunRecords) -> Verdict:
         ),
     }
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    jump = "" if counts["spiking"] else _jumps(h)
-    fp8_grade, numerics = _fp8_grade(h)
+    jump = "" if counts["spiking"] else _jumps(run)
+    fp8_grade, numerics = _fp8_grade(run)
     if listed:
         # The watchdog counts from the first step of all, also before a fork.
         grade = BAD if skipped > 0.01 * steps or fp8_grade == BAD else FAIR
@@ -320,17 +320,17 @@ def healthy(h: RunRecords) -> Verdict:
     if jump:
         grade = BAD if fp8_grade == BAD else FAIR
         return Verdict(grade, f"{no_event} {jump}{numerics}")
-    if not h.numerics and is_low_precision(h.settings):
+    if not run.numerics and is_low_precision(run.settings):
         return Verdict(UNRATED, f"{no_event} {NO_NUMERICS}")
     return Verdict(fp8_grade, f"{no_event}{numerics}")
 
 
-def _jumps(h: RunRecords) -> str:
+def _jumps(run: RunRecords) -> str:
     """Return a sentence about the jumps of the training loss; empty: there are none.
 
     Consecutive losses that are jumps count once.
     """
-    points = h.points("train/loss")
+    points = run.points("train/loss")
     losses = [loss for _, loss in points]
     medians = [
         statistics.median(losses[max(0, i - JUMP_WINDOW) : i])
@@ -446,18 +446,18 @@ def _fp8_cast(
     return f"{description} {layer}", FloatFormat.parse(format_name)
 
 
-def _fp8_grade(h: RunRecords) -> tuple[str, str]:
+def _fp8_grade(run: RunRecords) -> tuple[str, str]:
     """Return the grade of the last measured saturation and underflow, and a line for
     each.
     """
     grades = [GOOD]
     text = ""
-    numerics = h.numerics[-1][1] if h.numerics else {}
+    numerics = run.numerics[-1][1] if run.numerics else {}
     for statistic, (fair, bad), verb in (
         ("saturated", SATURATION_LIMITS, "Saturated"),
         ("underflow", UNDERFLOW_LIMITS, "Rounded to zero"),
     ):
-        errors = quantization_errors(numerics, h.settings, h.fp8_layers, statistic)
+        errors = quantization_errors(numerics, run.settings, run.fp8_layers, statistic)
         if not errors:
             continue
         worst = max(errors.values())
@@ -478,16 +478,16 @@ def _fp8_grade(h: RunRecords) -> tuple[str, str]:
     return max(grades, key=(GOOD, FAIR, BAD).index), text
 
 
-def fast(h: RunRecords) -> Verdict:
+def fast(run: RunRecords) -> Verdict:
     """Judge by throughput and its trend, data waits, and MFU if it is known."""
-    speeds = h.values("perf/tokens_per_s")
+    speeds = run.values("perf/tokens_per_s")
     if not speeds:
         return Verdict(FAIR, "No throughput was recorded.")
     median = statistics.median(speeds)
     final_speed = statistics.median(speeds[-max(1, len(speeds) // 10) :])
-    step_ms = statistics.median(h.line("perf/step_ms").ys)
-    data_wait = statistics.median(h.line("perf/data_ms").ys) / step_ms
-    mfus = h.values("perf/mfu")
+    step_ms = statistics.median(run.line("perf/step_ms").ys)
+    data_wait = statistics.median(run.line("perf/data_ms").ys) / step_ms
+    mfus = run.values("perf/mfu")
     mfu = ""
     if mfus:
         mfu = f", {statistics.median(mfus):.1%} of the devices' peak"
@@ -495,7 +495,7 @@ def fast(h: RunRecords) -> Verdict:
         f"{short(median)} tokens/s, {step_ms:,.1f} ms a step{mfu}; {data_wait:.1%} of"
         " it waiting for data."
     )
-    duration = timedelta(seconds=round(3600 * h.step_axes.hours[-1]))
+    duration = timedelta(seconds=round(3600 * run.step_axes.hours[-1]))
     text += f"\nIts steps took {duration} (h:mm:ss)."
     if data_wait > MAX_DATA_WAIT:
         return Verdict(FAIR, f"{text}\nWaiting for data slows it down.")
@@ -516,21 +516,21 @@ def fast(h: RunRecords) -> Verdict:
             FAIR,
             f"{text}\nThat is little; a larger batch or model uses more.",
         )
-    text += f"\nSteady to the end{_slow_steps(h, MIN_SPEED * median)}."
+    text += f"\nSteady to the end{_slow_steps(run, MIN_SPEED * median)}."
     if mfus:
         return Verdict(GOOD, text)
     return Verdict(UNRATED, f"{text}\nThe peak rate of this device is not known.")
 
 
-def _slow_steps(h: RunRecords, limit: float) -> str:
+def _slow_steps(run: RunRecords, limit: float) -> str:
     """Return how many steps fell below `limit` tokens/s, and how many in a save."""
-    line = h.line("perf/tokens_per_s")
+    line = run.line("perf/tokens_per_s")
     slow = [
         int(step) for step, speed in zip(line.xs, line.ys, strict=True) if speed < limit
     ]
     if not slow:
         return ""
-    every = h.settings.get("checkpoint.every")
+    every = run.settings.get("checkpoint.every")
     during_save = 0
     if every:
         for step in slow:
