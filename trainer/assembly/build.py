@@ -278,11 +278,14 @@ def build_phases(
     return Phases(tuple(phases))
 
 
-def build_batch(c: schema.Config, mesh: Mesh) -> Tokens:
-    """Return shapes, dtypes and shardings of a step's batch."""
+def build_batch(c: schema.Config, mesh: Mesh, rows: int | None = None) -> Tokens:
+    """Return shapes, dtypes and shardings of a step's batch.
+
+    `rows`: instead of the configuration's number of sequences.
+    """
     return abstract_batch(
         c.train.grad_accum_steps,
-        c.batch_size,
+        rows or c.batch_size,
         c.model.context,
         document_mask=c.data.document_mask,
         mesh=mesh,

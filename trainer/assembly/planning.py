@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assembly.build import (
+    build_batch,
     build_diloco,
     build_model,
     build_task,
@@ -14,7 +15,7 @@ from trainer.config import schema
 from trainer.data import Manifest
 from trainer.data.tokenizer import ByteTokenizer, get_tokenizer
 from trainer.model import Model
-from trainer.parallel.mesh import abstract_batch, batch_shards
+from trainer.parallel.mesh import batch_shards
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.figures import Hardware
 from trainer.plan.plan import StepPlan, plan_step
@@ -83,13 +84,7 @@ def build_plan(
 
     def batches(sequences: int) -> Tokens:
         rows = sequences * batch_shards(mesh) * c.train.grad_accum_steps
-        return abstract_batch(
-            c.train.grad_accum_steps,
-            rows,
-            c.model.context,
-            document_mask=c.data.document_mask,
-            mesh=mesh,
-        )
+        return build_batch(c, mesh, rows)
 
     return plan_step(
         task,

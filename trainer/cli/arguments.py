@@ -199,13 +199,6 @@ def command_help(cls: type) -> Iterator[str]:
     return table(rows)
 
 
-def usage(cls: type, program: str, about: str) -> str:
-    """Return the text of `--help`, which shows each key with its default."""
-    return "\n".join(
-        [f"usage: {program} key=value ...", "", wrapped(about), "", *command_help(cls)]
-    )
-
-
 def run_script[T](
     cls: type[T], name: str, about: str, main: Callable[[T], None]
 ) -> int:
@@ -224,9 +217,15 @@ def run_command[T](
 
     `program` and `about` are shown by `--help`.
     """
-    if asks_for_help(argv):
-        return run_main(lambda: show(usage(cls, program, about)))
-    return run_main(lambda: main(parse(cls, argv)))
+
+    def call() -> None:
+        if asks_for_help(argv):
+            usage = f"usage: {program} key=value ..."
+            show("\n".join([usage, "", wrapped(about), "", *command_help(cls)]))
+        else:
+            main(parse(cls, argv))
+
+    return run_main(call)
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

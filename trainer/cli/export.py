@@ -142,8 +142,7 @@ def tokenizer_class(out: Path) -> str:
     AutoTokenizer rebuilds some tokenizers with another word pattern. transformers 5
     does so for every tokenizer in the directory of a Qwen2 model.
     """
-    has_file = (out / "tokenizer.json").is_file()
-    if has_file:
+    if (out / "tokenizer.json").is_file():
         return "PreTrainedTokenizerFast"
     return "AutoTokenizer"
 

@@ -75,16 +75,11 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
         show(json.dumps(make_plan(args, overrides).as_json(), indent=1))
         return
     # Print the first figures while the rest is compiled.
-    plan = make_plan(args, overrides, lambda plan: print_lines(lines_of(plan)))
-    print_lines(later_lines(plan))
+    plan = make_plan(args, overrides, lambda plan: show("\n".join(step_lines(plan))))
+    lines = later_lines(plan)
     if args.predict:
-        print_lines(predicted_lines(plan))
-
-
-def print_lines(lines: Sequence[str]) -> None:
-    """Print lines at once, also into a pipe."""
-    if lines:
-        show("\n".join(lines))
+        lines += predicted_lines(plan)
+    show("\n".join(lines))
 
 
 def plan_of(argv: Sequence[str]) -> "StepPlan":
@@ -173,8 +168,8 @@ def not_fp8_lines(layers: "Sequence[Layer]") -> list[str]:
     return lines
 
 
-def lines_of(plan: "StepPlan") -> list[str]:
-    """Return lines about what the step needs: memory, kernels, FLOPs and time."""
+def step_lines(plan: "StepPlan") -> list[str]:
+    """Return lines about the memory, kernels, FLOPs and time of the step."""
     from trainer.plan.plan import DEPTHS
 
     hardware, spec = plan.hardware, plan.spec

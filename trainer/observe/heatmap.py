@@ -49,7 +49,7 @@ MAX_LABELS = 90
 MAX_CELLS = 1 << 20
 
 
-def table(
+def figures_by_layer(
     rows: Sequence[Mapping[str, Any]], kind: str
 ) -> tuple[list[str], list[int], dict[str, np.ndarray]]:
     """Return the figures of a tensor class in rows of metrics.jsonl.
@@ -97,7 +97,7 @@ def draw_all(
     """
     paths = {}
     for kind, title in CLASS_TITLES.items():
-        layers, steps, values = table(rows, kind)
+        layers, steps, values = figures_by_layer(rows, kind)
         if steps:
             folder.mkdir(exist_ok=True)
             paths[kind] = folder / f"{kind}.png"

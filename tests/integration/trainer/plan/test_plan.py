@@ -90,7 +90,7 @@ def test_the_plan_of_a_small_flagship(flagship):
     state_bytes = 3 * 2 * sum(p.size for p in params)
     scales = 8 * 3 * len(params)
     assert flagship.state_bytes == pytest.approx(state_bytes, abs=scales)
-    text = "\n".join(script.lines_of(flagship))
+    text = "\n".join(script.step_lines(flagship))
     for part in (
         "12 fp8 __cublas$lt$matmul$f8",
         f"{flagship.task.parameters:,} parameters, 1 layers",

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.image import imread
 
 from trainer.observe import heatmap
-from trainer.observe.heatmap import draw_all, table
+from trainer.observe.heatmap import draw_all, figures_by_layer
 
 LAYERS = ["wte.embedding", "h.0.mlp.c_fc.kernel", "h.1.mlp.c_fc.kernel"]
 
@@ -33,7 +33,7 @@ def test_each_class_that_the_rows_have_is_one_png_and_nothing_else_is_written(tm
 
 def test_a_table_has_the_figures_of_each_row_and_nan_where_a_row_lacks_them():
     rows = [row(10), row(20, LAYERS[:2], rms=2.0), {"step": 30, "train/loss": 1.0}]
-    layers, steps, values = table(rows, "weights")
+    layers, steps, values = figures_by_layer(rows, "weights")
     assert (layers, steps) == (LAYERS, [10, 20])
     expected = [[1.0, 2.0], [1.0, 2.0], [1.0, math.nan]]
     np.testing.assert_array_equal(values["rms"], expected)
@@ -43,7 +43,7 @@ def test_rows_with_a_layer_of_their_own_each_are_not_a_table_of_all_pairs():
     count = 3000
     rows = [{"step": i, f"numerics/nu/{i}/rms": 1.0} for i in range(count)]
     tracemalloc.start()
-    layers, steps, values = table(rows, "nu")
+    layers, steps, values = figures_by_layer(rows, "nu")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(layers) == count
