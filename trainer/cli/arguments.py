@@ -159,7 +159,8 @@ def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield lines of two columns, the second one wrapped."""
     for left, right in rows:
-        lines = textwrap.wrap(right, HELP_WIDTH - KEY_COLUMNS) or [""]
+        width = HELP_WIDTH - KEY_COLUMNS
+        lines = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
         if len(left) + 4 > KEY_COLUMNS:
             yield f"  {left}".rstrip()
         else:
@@ -168,14 +169,23 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def wrapped(about: str) -> str:
-    """Return a docstring with wrapped paragraphs; indented lines are code and stay."""
+    """Return a docstring with its paragraphs wrapped, and its commands indented."""
     paragraphs = []
     for paragraph in about.strip().split("\n\n"):
-        is_code = any(line.startswith(" ") for line in paragraph.splitlines())
-        paragraphs.append(
-            paragraph if is_code else textwrap.fill(paragraph, HELP_WIDTH)
-        )
+        # The formatter of the code removes an indentation that all lines have.
+        if re.match(r" |scalify-trainer |python -m ", paragraph):
+            text = textwrap.indent(textwrap.dedent(paragraph), "    ")
+        else:
+            text = textwrap.fill(paragraph, HELP_WIDTH, break_on_hyphens=False)
+        paragraphs.append(text)
     return "\n\n".join(paragraphs)
+
+
+def with_choices(about: str, choices: Sequence[str]) -> str:
+    """Return `about` with the choices added, unless it names all of them."""
+    if all(choice in about for choice in choices):
+        return about
+    return f"{about} ({', '.join(choices)})"
 
 
 def command_help(cls: type) -> Iterator[str]:
@@ -190,9 +200,8 @@ def command_help(cls: type) -> Iterator[str]:
             default = "yes" if default else "no"
         elif default is None:
             default = "null"
-        choices = typing.get_args(hints[field.name])
         if typing.get_origin(hints[field.name]) is typing.Literal:
-            text = f"{text}: {', '.join(choices)}"
+            text = with_choices(text, typing.get_args(hints[field.name]))
         elif isinstance(field.default, bool):
             text = f"{text} (yes or no)"
         rows.append((f"{field.name}={default}", text))

@@ -20,12 +20,12 @@ class Arguments:
     """See `--help`."""
 
     runs: str = argument(
-        "run directories, separated by commas, a directory of runs, or a pattern such"
+        "run directories separated by commas; or a directory of runs; or a pattern such"
         " as 'runs/*'"
     )
     out: str = argument(
-        "the file for curves and table (default: compare.html where the runs are, or"
-        " compare-2.html if another comparison has that name); out=no writes none",
+        "the file for curves and table; empty: compare.html where the runs are, or"
+        " compare-2.html if another comparison has that name; no: none",
         "",
     )
 

@@ -43,7 +43,9 @@ class Arguments:
         " key; empty: fp32, or none for tasks",
         "",
     )
-    batches: int = argument("batches at most; 0: as many as at the end of the run", 0)
+    batches: int = argument(
+        "maximum number of batches; 0: as many as at the end of the run", 0
+    )
     text: str = argument(
         "files or directories of other text, separated by commas; empty: the validation"
         " part",
@@ -58,13 +60,15 @@ class Arguments:
         "",
     )
     limit: int = argument(
-        "maximum items of each task; 0: 200 of last_word and word_order, else all", 0
+        "maximum number of items of each task; 0: 200 of last_word and word_order, else"
+        " all",
+        0,
     )
     fewshot: int = argument(
         "examples before each item of the harness's tasks; -1: the task's default",
         -1,
     )
-    batch: int = argument("sequences at once, in tasks", 16)
+    batch: int = argument("sequences that are scored at once, in tasks", 16)
     step: str = argument(STEP_HELP, "newest")
 
 

@@ -38,7 +38,7 @@ class Arguments:
         "",
     )
     batch: int = argument("number of the training batch", 0)
-    sequences: int = argument("how many of its sequences are taken", 1)
+    sequences: int = argument("number of its sequences that are taken", 1)
     top: int = argument("maximum number of rows to print", 24)
     out: str = argument("a file that all rows are written to, as JSON", "")
 

@@ -50,7 +50,7 @@ class Arguments:
         "the tokenizer whose pattern cuts text into words", "gpt2"
     )
     all_text: bool = argument("read the validation part, too", False)
-    max_chars: int | None = argument("characters that are read at most", None)
+    max_chars: int | None = argument("maximum number of characters to read", None)
 
 
 def texts_of(

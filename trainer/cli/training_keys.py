@@ -10,6 +10,7 @@ from trainer.cli.arguments import (
     parse,
     run_main,
     table,
+    with_choices,
     without_dashes,
     wrapped,
 )
@@ -123,17 +124,10 @@ def _group_lines(group: Group) -> Iterator[str]:
     """Yield the lines that explain a group and its keys."""
     if group.choices:
         chosen = f"{group.name}={group.chosen}"
-        yield from table([(chosen, f"{group.about}: {', '.join(group.choices)}")])
+        yield from table([(chosen, with_choices(group.about, group.choices))])
     elif group.name:
         yield from table([(f"{group.name}.*", group.about)])
     yield from table(
-        (f"{key.name}={key.default}", _with_choices(key.about, key.choices))
+        (f"{key.name}={key.default}", with_choices(key.about, key.choices))
         for key in group.keys
     )
-
-
-def _with_choices(about: str, choices: Sequence[str]) -> str:
-    """Return `about` with the choices added, unless it names all of them."""
-    if all(choice in about for choice in choices):
-        return about
-    return f"{about} ({', '.join(choices)})"

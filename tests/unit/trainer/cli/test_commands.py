@@ -60,6 +60,16 @@ def test_help_explains_commands_and_keys_in_80_columns(name, monkeypatch, capsys
         assert all(f"  {command} " in out for command in COMMANDS)
     else:
         assert out.startswith("usage: scalify-trainer")
+        examples = [line for line in out.splitlines() if f"trainer {name} run" in line]
+        assert all(line.startswith("    scalify-trainer ") for line in examples)
+        assert all(line.count("scalify-trainer") == 1 for line in examples)
+
+
+def test_help_lists_choices_once(monkeypatch, capsys):
+    _, out, _ = called(monkeypatch, capsys, "export", "--help")
+    text = " ".join(out.split())
+    assert "with scales, for vLLM dtype=auto" in text  # its text names wide and fp8
+    assert "precision.compute (auto, fp32, bf16, fp16)" in text
 
 
 @pytest.mark.parametrize(
