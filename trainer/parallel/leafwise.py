@@ -2,9 +2,9 @@
 
 Compiled as one program, the initial state of a model takes longer with every layer: XLA
 compiles the random numbers of each parameter again, though most have the shape and the
-distribution of another. Here a function is traced as a whole, then cut into the
-operations behind each output. Outputs with equal operations, such as the kernels of two
-layers, run one program with different keys.
+distribution of another. Here a function is traced as a whole, and the equations behind
+each output become a jaxpr. Equal jaxprs, such as those of the kernels of two layers,
+are one program that runs with different keys.
 
 Operations on PRNG keys are evaluated one by one, and every program gets its keys as
 arguments: programs depend neither on the layer nor on the seed.
@@ -12,9 +12,8 @@ arguments: programs depend neither on the layer nor on the seed.
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,99 +23,89 @@ from jax.sharding import Sharding
 from trainer.step.state_tree import is_key
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Given:
-    """An array that the function takes or closes over."""
-
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
-    """An equation of the traced function.
-
-    Attributes:
-      number: its position; operations that it depends on have smaller numbers.
-      eqn: the equation.
-      operands: a Given, Result or `Literal` for each operand.
-    """
-
-    number: int
-    eqn: Any
-    operands: tuple[Any, ...]
-
-
-class Result(NamedTuple):
-    """One result of an operation."""
-
-    operation: Operation
-    output: int
-
-    @property
-    def aval(self) -> Any:
-        """Its shape and dtype."""
-        return self.operation.eqn.outvars[self.output].aval
-
-
 @dataclasses.dataclass(frozen=True)
-class Constant:
-    """A literal; constants are equal if their bits are (0.0 is not -0.0)."""
-
-    value: Any = dataclasses.field(compare=False)
-    kind: type
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    bits: bytes
-
-
-class Position(NamedTuple):
-    """A numbered argument of a program (`step` is None), or result of a step."""
-
-    step: int | None
-    number: int
-
-
-class Step(NamedTuple):
-    """An equation of a program; `operands` are Positions and Constants."""
-
-    primitive: Any
-    params: tuple[tuple[str, Any], ...]
-    ctx: Any
-    operands: tuple[Any, ...]
-
-
-class Program(NamedTuple):
-    """A function of arrays as a value: equal programs are compiled once.
+class LeafProgram:
+    """A jaxpr as a key of a cache: programs with equal equations are equal.
 
     Attributes:
-      steps: equations in order.
-      outputs: Positions and Constants.
+      jaxpr: the equations; it has no constants.
+      signature: the equations by value; see `signature_of`.
       key_impls: for each argument, the implementation of the PRNG keys whose data it
         is; None: it is no such data.
     """
 
-    steps: tuple[Step, ...]
-    outputs: tuple[Any, ...]
+    jaxpr: Any = dataclasses.field(compare=False)
+    signature: tuple[Any, ...]
     key_impls: tuple[Any, ...]
 
-    def __call__(self, *arguments: Any) -> list[Any]:
-        """Evaluate the program."""
-        inputs = [
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(arguments, self.key_impls, strict=True)
-        ]
-        results: list[Sequence[Any]] = []
 
-        def read(operand: Any) -> Any:
-            if isinstance(operand, Constant):
-                return operand.value
-            source = inputs if operand.step is None else results[operand.step]
-            return source[operand.number]
+class Trace:
+    """The equations of a function, in order.
 
-        for step in self.steps:
-            values = list(map(read, step.operands))
-            results.append(bind(step.primitive, dict(step.params), step.ctx, values))
-        return list(map(read, self.outputs))
+    Calls of jitted functions with several results are inlined: each result may belong
+    to another output.
+
+    Attributes:
+      given: the arrays that the function takes or closes over, by variable.
+      outputs: variables and literals.
+    """
+
+    def __init__(self, closed: Any, args: Sequence[Any]) -> None:
+        self.given = dict(zip(closed.jaxpr.invars, args, strict=True))
+        self._eqns: list[Any] = []
+        self.outputs = self._inline(closed, closed.jaxpr.invars)
+        self._producers = {
+            x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars
+        }
+
+    def _inline(self, closed: Any, operands: Sequence[Any]) -> list[Any]:
+        """Append the equations of a jaxpr, with variables of their own, and return its
+        outputs.
+        """
+        jaxpr = closed.jaxpr
+        for var, x in zip(jaxpr.constvars, closed.consts, strict=True):
+            # An array of one process cannot be an argument beside arrays of all.
+            self.given[var] = x if is_key(x) else np.asarray(x)
+        atoms = dict(zip(jaxpr.constvars, jaxpr.constvars, strict=True))
+        atoms |= zip(jaxpr.invars, operands, strict=True)
+
+        def renamed(atom: Any) -> Any:
+            return atom if isinstance(atom, core.Literal) else atoms[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = list(map(renamed, eqn.invars))
+            if eqn.primitive.name == "jit" and len(eqn.outvars) > 1:
+                results = self._inline(eqn.params["jaxpr"], inputs)
+            else:
+                results = [core.Var(var.aval) for var in eqn.outvars]
+                self._eqns.append(eqn.replace(invars=inputs, outvars=results))
+            atoms |= zip(eqn.outvars, results, strict=True)
+        return list(map(renamed, jaxpr.outvars))
+
+    def jaxpr_of(self, outputs: Iterable[Any], *, through_keys: bool = False) -> Any:
+        """Return a jaxpr of the equations that outputs depend on.
+
+        Its arguments are given arrays and PRNG keys. `through_keys`: the operations
+        that compute the keys are among the equations.
+        """
+        numbers, pending = set[int](), variables(outputs)
+        while pending:
+            x = pending.pop()
+            number = self._producers.get(x)
+            is_argument = is_key(x.aval) and not through_keys
+            if number is not None and number not in numbers and not is_argument:
+                numbers.add(number)
+                pending += variables(self._eqns[number].invars)
+        eqns = [self._eqns[number] for number in sorted(numbers)]
+        used = variables([*(x for eqn in eqns for x in eqn.invars), *outputs])
+        computed = {x for eqn in eqns for x in eqn.outvars}
+        arguments = [x for x in dict.fromkeys(used) if x not in computed]
+        return core.Jaxpr((), arguments, list(outputs), eqns)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Return the atoms of a jaxpr that are no literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 def evaluate_leafwise(
@@ -134,14 +123,17 @@ def evaluate_leafwise(
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     placed = jax.tree.leaves(place(shapes))
-    given = list(map(Given, jax.tree.leaves(args)))
-    outputs = trace_results(closed, given, itertools.count())
-    keys = evaluate_keys(outputs)
-    leaves: list[Any] = [None] * len(outputs)
-    for group in outputs_by_shared_array(outputs):
-        program, arguments = make_program([outputs[i] for i in group], keys)
+    trace = Trace(closed, jax.tree.leaves(args))
+    groups = outputs_by_shared_array(trace)
+    jaxprs = [trace.jaxpr_of([trace.outputs[i] for i in group]) for group in groups]
+    arguments = {x: (value, None) for x, value in trace.given.items()}
+    arguments |= evaluate_keys(trace, jaxprs)
+    leaves: list[Any] = [None] * len(placed)
+    for group, jaxpr in zip(groups, jaxprs, strict=True):
+        key_impls = tuple(arguments[x][1] for x in jaxpr.invars)
+        program = LeafProgram(jaxpr, signature_of(jaxpr), key_impls)
         compiled = jitted(program, tuple(placed[i] for i in group))
-        results = compiled(*arguments)
+        results = compiled(*(arguments[x][0] for x in jaxpr.invars))
         if len(placed[group[0]].device_set) > 1:
             # Padding may communicate, and many small programs that do can deadlock.
             jax.block_until_ready(results)
@@ -151,161 +143,78 @@ def evaluate_leafwise(
 
 
 @functools.lru_cache(maxsize=512)
-def jitted(program: Program, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
+def jitted(program: LeafProgram, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
     """Return a compiled program; its outputs get these shardings."""
 
     def leaf(*arguments: Any) -> list[Any]:
-        return program(*arguments)
+        inputs = [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(arguments, program.key_impls, strict=True)
+        ]
+        return jax.core.eval_jaxpr(program.jaxpr, (), *inputs)
 
     return jax.jit(leaf, out_shardings=list(placed))
 
 
-def bind(primitive: Any, params: dict[str, Any], ctx: Any, values: Any) -> list[Any]:
-    """Return the results of an equation."""
-    with ctx.manager:
-        results = primitive.bind(*values, **primitive.get_bind_params(params))
-    return list(results) if primitive.multiple_results else [results]
-
-
-def trace_results(
-    closed: Any, arguments: Sequence[Any], numbers: Iterator[int]
-) -> list[Any]:
-    """Return the outputs of a closed jaxpr as Results, Givens and Literals.
-
-    Calls of jitted functions with several results are inlined: each may belong to
-    another output.
-    """
-    jaxpr = closed.jaxpr
-    # An array of one process cannot be an argument beside arrays of all.
-    consts = (x if is_key(x) else np.asarray(x) for x in closed.consts)
-    values = dict(zip(jaxpr.constvars, map(Given, consts), strict=True))
-    values |= zip(jaxpr.invars, arguments, strict=True)
-
-    def read(var: Any) -> Any:
-        return var if isinstance(var, core.Literal) else values[var]
-
-    for eqn in jaxpr.eqns:
-        operands = tuple(map(read, eqn.invars))
-        if eqn.primitive.name == "jit" and len(eqn.outvars) > 1:
-            results = trace_results(eqn.params["jaxpr"], operands, numbers)
-        else:
-            operation = Operation(next(numbers), eqn, operands)
-            results = [Result(operation, i) for i in range(len(eqn.outvars))]
-        values |= zip(eqn.outvars, results, strict=True)
-    return list(map(read, jaxpr.outvars))
-
-
-def operations_of(
-    outputs: Sequence[Any], stop: Callable[[Result], bool] = lambda result: False
-) -> list[Operation]:
-    """Return the operations that outputs depend on, in order; none behind results at
-    which to `stop`.
-    """
-    found: dict[int, Operation] = {}
-    pending = list(outputs)
-    while pending:
-        operand = pending.pop()
-        if not isinstance(operand, Result) or stop(operand):
-            continue
-        operation = operand.operation
-        if operation.number not in found:
-            found[operation.number] = operation
-            pending += operation.operands
-    return [found[number] for number in sorted(found)]
-
-
-def is_key_array(operand: Any) -> bool:
-    """Return whether an operand is an array of PRNG keys."""
-    if isinstance(operand, core.Literal):
-        return False
-    return is_key(operand.aval if isinstance(operand, Result) else operand.value)
-
-
-def evaluate_keys(outputs: Sequence[Any]) -> dict[Any, tuple[np.ndarray, Any]]:
-    """Return data and implementation of the PRNG keys that programs take.
-
-    Data are on the host: in a run of several processes, all have them.
-    """
-    operands = list(outputs)
-    for operation in operations_of(outputs, stop=is_key_array):
-        operands += operation.operands
-    keys = list(filter(is_key_array, operands))
-    results: dict[int, list[Any]] = {}
-
-    def read(operand: Any) -> Any:
-        if isinstance(operand, Result):
-            return results[operand.operation.number][operand.output]
-        return operand.val if isinstance(operand, core.Literal) else operand.value
-
-    for operation in operations_of(keys):
-        eqn = operation.eqn
-        operands = list(map(read, operation.operands))
-        results[operation.number] = bind(eqn.primitive, eqn.params, eqn.ctx, operands)
-    arrays = {key: read(key) for key in keys}
-    data = jax.device_get([jax.random.key_data(x) for x in arrays.values()])
-    impls = map(jax.random.key_impl, arrays.values())
-    return dict(zip(arrays, zip(data, impls, strict=True), strict=True))
-
-
-def outputs_by_shared_array(outputs: Sequence[Any]) -> list[list[int]]:
+def outputs_by_shared_array(trace: Trace) -> list[list[int]]:
     """Return groups of outputs that share an intermediate array.
 
     One program computes the array once. Scalars do not count: all outputs may share
     one, and it is cheap to compute again.
     """
+    parents = list(range(len(trace.outputs)))  # a forest, with a tree for each group
+    first_uses: dict[Any, int] = {}
+
+    def root(i: int) -> int:
+        while parents[i] != i:
+            i = parents[i]
+        return i
+
+    for i, output in enumerate(trace.outputs):
+        for eqn in trace.jaxpr_of([output]).eqns:
+            for x in eqn.outvars:
+                if x.aval.size > 1:
+                    first, last = sorted((root(i), root(first_uses.setdefault(x, i))))
+                    parents[last] = first
     groups: dict[int, list[int]] = {}
-    group_of: dict[int, int] = {}  # by the number of an operation
-    for i, output in enumerate(outputs):
-        arrays = [
-            operation.number
-            for operation in operations_of([output], stop=is_key_array)
-            if any(var.aval.size > 1 for var in operation.eqn.outvars)
-        ]
-        shared = {group_of[number] for number in arrays if number in group_of}
-        group = min(shared, default=i)
-        groups[group] = [*itertools.chain(*(groups.pop(n) for n in sorted(shared))), i]
-        if len(shared) > 1:
-            for number, other in group_of.items():
-                if other in shared:
-                    group_of[number] = group
-        group_of |= dict.fromkeys(arrays, group)
+    for i in range(len(parents)):
+        groups.setdefault(root(i), []).append(i)
     return list(groups.values())
 
 
-def make_program(
-    outputs: Sequence[Any], keys: dict[Any, tuple[np.ndarray, Any]]
-) -> tuple[Program, list[Any]]:
-    """Return the program of these outputs, and its arguments.
+def evaluate_keys(
+    trace: Trace, jaxprs: Iterable[Any]
+) -> dict[Any, tuple[np.ndarray, Any]]:
+    """Return data and implementation of the PRNG keys that jaxprs take.
 
-    `keys`: the result of `evaluate_keys`.
+    Data are on the host: in a run of several processes, all have them.
     """
-    arguments: list[Any] = []
-    key_impls: list[Any] = []
-    inputs: dict[Any, Position] = {}
-    steps: dict[int, int] = {}
+    arguments = dict.fromkeys(x for jaxpr in jaxprs for x in jaxpr.invars)
+    keys = [x for x in arguments if is_key(x.aval)]
+    jaxpr = trace.jaxpr_of(keys, through_keys=True)
+    given = (trace.given[x] for x in jaxpr.invars)
+    arrays = jax.core.eval_jaxpr(jaxpr, (), *given)
+    data = jax.device_get([jax.random.key_data(x) for x in arrays])
+    impls = map(jax.random.key_impl, arrays)
+    return dict(zip(keys, zip(data, impls, strict=True), strict=True))
 
-    def position(operand: Any) -> Any:
-        if isinstance(operand, core.Literal):
-            bits = np.asarray(operand.val)
-            return Constant(
-                operand.val, type(operand.val), bits.dtype, bits.shape, bits.tobytes()
-            )
-        if isinstance(operand, Result) and operand not in keys:
-            return Position(steps[operand.operation.number], operand.output)
-        if operand not in inputs:
-            inputs[operand] = Position(None, len(arguments))
-            value, impl = keys.get(operand) or (operand.value, None)
-            arguments.append(value)
-            key_impls.append(impl)
-        return inputs[operand]
 
-    program_steps: list[Step] = []
-    for operation in operations_of(outputs, stop=is_key_array):
-        eqn = operation.eqn
-        operands = tuple(map(position, operation.operands))
-        steps[operation.number] = len(program_steps)
-        program_steps.append(
-            Step(eqn.primitive, tuple(eqn.params.items()), eqn.ctx, operands)
-        )
-    positions = tuple(map(position, outputs))
-    return Program(tuple(program_steps), positions, tuple(key_impls)), arguments
+def signature_of(jaxpr: Any) -> tuple[Any, ...]:
+    """Return a value that is equal for jaxprs that compute the same.
+
+    It has numbers for variables, and bits for literals (0.0 is not -0.0).
+    """
+    results = (x for eqn in jaxpr.eqns for x in eqn.outvars)
+    numbers = {x: i for i, x in enumerate((*jaxpr.invars, *results))}
+
+    def value(atom: Any) -> Any:
+        if not isinstance(atom, core.Literal):
+            return numbers[atom]
+        bits = np.asarray(atom.val)
+        return type(atom.val), bits.dtype, bits.shape, bits.tobytes()
+
+    eqns = (
+        (eqn.primitive, tuple(eqn.params.items()), eqn.ctx, *map(value, eqn.invars))
+        for eqn in jaxpr.eqns
+    )
+    return (*eqns, *map(value, jaxpr.outvars))

@@ -85,8 +85,8 @@ def test_outputs_that_share_an_array_are_one_program(programs):
     x = jax.device_put(np.ones((4, 8), np.float32), replicated(make_mesh(1)))
     actual = evaluate_leafwise(fun, x, place=everywhere)
     assert bits(actual) == bits(jax.jit(fun)(x))
-    assert [len(program.outputs) for program in programs] == [2, 2, 1, 1]
-    assert not programs[-1].steps  # an argument that is returned
+    assert [len(program.jaxpr.outvars) for program in programs] == [2, 2, 1, 1]
+    assert not programs[-1].jaxpr.eqns  # an argument that is returned
 
 
 def test_groups_that_a_later_output_joins_are_one_program(programs):
@@ -96,7 +96,7 @@ def test_groups_that_a_later_output_joins_are_one_program(programs):
 
     actual = evaluate_leafwise(fun, place=everywhere)
     assert bits(actual) == bits(jax.jit(fun)())
-    assert [len(program.outputs) for program in programs] == [4, 1]
+    assert [len(program.jaxpr.outvars) for program in programs] == [4, 1]
 
 
 def test_every_output_is_placed_where_it_is_asked_for():
@@ -117,5 +117,17 @@ def test_arrays_and_keys_that_a_function_closes_over_are_its_constants():
 
     def fun():
         return table * jax.random.normal(key, (4,)), table
+
+    assert bits(evaluate_leafwise(fun, place=everywhere)) == bits(jax.jit(fun)())
+
+
+def test_a_loop_may_return_keys_beside_arrays():
+    def step(key, _):
+        key, layer_key = jax.random.split(key)
+        return key, jax.random.normal(layer_key, (4,))
+
+    def fun():
+        key, x = jax.lax.scan(step, jax.random.key(6), length=3)
+        return x, jax.random.normal(key, (4,)), key
 
     assert bits(evaluate_leafwise(fun, place=everywhere)) == bits(jax.jit(fun)())
