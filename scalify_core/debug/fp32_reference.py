@@ -21,6 +21,7 @@ from jax import lax
 
 from scalify_core.debug.source_location import name_of
 from scalify_core.interpreter import registry
+from scalify_core.interpreter.composite_calls import unused_scales
 from scalify_core.numerics.formats import at_least_float32 as wide
 from scalify_core.numerics.jaxprs import INLINED
 
@@ -59,15 +60,8 @@ def _product(lhs: Any, rhs: Any, *, product: Any) -> Any:
 
 
 def _product_fwd(lhs: Any, rhs: Any, *, product: Any) -> tuple[Any, tuple]:
-    """Return the product and the residuals of the plain program.
-
-    They are the operands, and their measured scales, here 1.
-    """
-    scales = (
-        None if isinstance(scale, float) else jnp.float32(1)
-        for scale in product.scaling[:2]
-    )
-    return _dot(product)(lhs, rhs), (lhs, rhs, *scales)
+    """Return the product, and residuals as those of the plain program."""
+    return _dot(product)(lhs, rhs), (lhs, rhs, *unused_scales(product))
 
 
 def _product_bwd(residuals: tuple, gradient: Any, *, product: Any) -> tuple[Any, Any]:

@@ -43,10 +43,10 @@ def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
 
 
 def unused_scales(product: Product) -> tuple:
-    """Return placeholders for the plain program's traced scales, in the residuals."""
-    return tuple(
-        np.float32(1) for scale in product.scaling[:2] if not isinstance(scale, float)
-    )
+    """Return placeholders for the plain program's measured scales, in the residuals."""
+    if product.current_scaling:
+        return np.float32(1), np.float32(1)
+    return ()
 
 
 def call_on_data(call: Any, fun: Callable, *operands: Any) -> Any:

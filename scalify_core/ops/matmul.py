@@ -20,7 +20,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,31 +36,14 @@ from scalify_core.numerics.formats import (
     FloatFormat,
     is_float,
     pow2_floor,
-    pow2_round,
 )
 from scalify_core.ops.composite import composite
 
 # cuBLASLt's FP8 kernels need rows, columns and contracted sizes that it divides.
 MULTIPLE = 16
 
-Scale = float | Literal["rms", "amax"]
 Axes = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
-
-
-class Scaling(NamedTuple):
-    """The divisors of tensors before their cast to FP8, in plain programs.
-
-    The product is multiplied by them. A number, better a power of two, is a constant of
-    the program. "rms" is the power of two nearest to the root mean square. "amax" is
-    the power that puts the largest magnitude into [128, 256) for E4M3, [16384, 32768)
-    for E5M2. Under `scalify` the scales of the data, propagated or measured, replace
-    all three.
-    """
-
-    lhs: Scale = 1.0
-    rhs: Scale = 1.0
-    gradient: Scale = 1.0
 
 
 class Fp8DotGeneral:
@@ -79,6 +62,10 @@ class Fp8DotGeneral:
 
     Attributes:
         name: the name of the layer, for the warning.
+        current_scaling: whether plain programs divide each tensor before its cast, by
+            the power of two that brings its largest magnitude into [128, 256) for E4M3,
+            [16384, 32768) for E5M2, and multiply the product by these. Under `scalify`
+            the scales of the data, propagated or measured, are in their place.
         keep_rhs: with static scales, whether a 16-bit right operand, a parameter, is
             kept for the backward pass in FP8: a byte an element. For (rows, k) (k,
             columns) one kernel writes both orders that the GEMMs read. Otherwise it is
@@ -96,32 +83,20 @@ class Fp8DotGeneral:
     def __init__(
         self,
         name: str = "fp8_dot_general",
-        scaling: Scaling = Scaling(),  # noqa: B008, immutable
         *,
+        current_scaling: bool = False,
         keep_rhs: bool = False,
         rhs_gradient: Any = None,
         gradient: FloatFormat = E5M2,
     ) -> None:
-        """Raise ValueError for a scale that is neither a positive number, "rms" nor
-        "amax", or another format.
-        """
+        """Raise ValueError for another format of the gradient."""
         if gradient not in (E4M3, E5M2):
             raise ValueError(
                 f"{name}: the gradient of an FP8 product is cast to e5m2 or e4m3, not"
                 f" {gradient}"
             )
-        for scale in scaling:
-            if scale not in ("rms", "amax") and not (
-                isinstance(scale, int | float) and 0 < scale < math.inf
-            ):
-                raise ValueError(
-                    f'{name}: scale {scale!r} is neither a positive number, "rms" nor'
-                    ' "amax"'
-                )
         self.name = name
-        self.scaling = Scaling(
-            *(scale if isinstance(scale, str) else float(scale) for scale in scaling)
-        )
+        self.current_scaling = current_scaling
         self.keep_rhs = keep_rhs
         if rhs_gradient is None:
             self.rhs_gradient = None
@@ -133,10 +108,10 @@ class Fp8DotGeneral:
 
     def __repr__(self) -> str:
         options = (
-            f"keep_rhs={self.keep_rhs}, rhs_gradient={self.rhs_gradient},"
-            f" gradient={self.gradient}"
+            f"current_scaling={self.current_scaling}, keep_rhs={self.keep_rhs},"
+            f" rhs_gradient={self.rhs_gradient}, gradient={self.gradient}"
         )
-        return f"Fp8DotGeneral({self.name!r}, {self.scaling}, {options})"
+        return f"Fp8DotGeneral({self.name!r}, {options})"
 
     def __call__(
         self,
@@ -205,7 +180,7 @@ class Fp8DotGeneral:
             dims,
             sizes,
             dtypes,
-            self.scaling,
+            self.current_scaling,
             self.keep_rhs,
             self.rhs_gradient,
             self.gradient,
@@ -217,14 +192,16 @@ class Fp8DotGeneral:
 
         Under `scalify` it is the data of a ScaledArray, whose scale comes on top.
         """
-        return _cast(rhs, E4M3, self.scaling.rhs)
+        if self.current_scaling:
+            return _cast_at_amax(rhs, E4M3)
+        return _cast(rhs, E4M3), 1.0
 
     @property
     def input_scale(self) -> float | None:
         """The scale of the left operand in plain programs; None: it is measured."""
-        if isinstance(self.scaling.lhs, float):
-            return self.scaling.lhs
-        return None
+        if self.current_scaling:
+            return None
+        return 1.0
 
 
 fp8_dot_general = Fp8DotGeneral()
@@ -271,14 +248,13 @@ class Product(NamedTuple):
         dims: dimension numbers.
         sizes: rows, columns and contracted elements.
         dtypes: of lhs, rhs and the result.
-        scaling: of plain programs.
-        keep_rhs, rhs_gradient, gradient: see `Fp8DotGeneral`.
+        current_scaling, keep_rhs, rhs_gradient, gradient: see `Fp8DotGeneral`.
     """
 
     dims: DimensionNumbers
     sizes: tuple[int, int, int]
     dtypes: tuple[str, str, str]
-    scaling: Scaling
+    current_scaling: bool
     keep_rhs: bool
     rhs_gradient: str | None
     gradient: FloatFormat
@@ -292,33 +268,33 @@ def _fp8_dot(lhs: jax.Array, rhs: jax.Array, *, product: Product) -> jax.Array:
 def _forward(
     lhs: jax.Array, rhs: jax.Array, *, product: Product
 ) -> tuple[jax.Array, tuple]:
-    """Return the product and the residuals.
-
-    They are the FP8 operands, and those of their scales that are not constants.
-    """
-    lhs8, lhs_scale = _cast(lhs, E4M3, product.scaling.lhs)
-    rhs8, rhs_scale = _cast(rhs, E4M3, product.scaling.rhs)
+    """Return the product, and as residuals the FP8 operands and measured scales."""
+    if not product.current_scaling:
+        lhs8, rhs8 = _cast(lhs, E4M3), _cast(rhs, E4M3)
+        out = dot_fp8(lhs8, rhs8, product.dims, product.dtypes[2], fast=True)
+        return out, (lhs8, rhs8)
+    (lhs8, lhs_scale), (rhs8, rhs_scale) = (_cast_at_amax(x, E4M3) for x in (lhs, rhs))
     dot = functools.partial(dot_fp8, lhs8, rhs8, product.dims, fast=True)
-    traced = tuple(
-        None if isinstance(scale, float) else scale for scale in (lhs_scale, rhs_scale)
-    )
-    return _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale), (lhs8, rhs8, *traced)
+    out = _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale)
+    return out, (lhs8, rhs8, lhs_scale, rhs_scale)
 
 
 def _backward(
     residuals: tuple, gradient: jax.Array, *, product: Product
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of lhs and rhs, in their dtypes."""
-    dims, dtypes, scaling = product.dims, product.dtypes, product.scaling
-    lhs8, rhs8, *traced = residuals
-    scales: list[Any] = [
-        c if t is None else t for c, t in zip(scaling[:2], traced, strict=True)
-    ]
-    gradient8, scale = _cast(gradient, product.gradient, scaling.gradient)
-    d_lhs = functools.partial(lhs_gradient, gradient8, rhs8, dims)
-    d_rhs = functools.partial(rhs_gradient, lhs8, gradient8, dims)
-    return _scaled(d_lhs, dtypes[0], scale, scales[1]), _scaled(
-        d_rhs, dtypes[1], scales[0], scale
+    lhs8, rhs8, *scales = residuals
+    lhs_dtype, rhs_dtype, _ = product.dtypes
+    if not product.current_scaling:
+        gradient8 = _cast(gradient, product.gradient)
+        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, lhs_dtype)
+        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, rhs_dtype)
+    gradient8, scale = _cast_at_amax(gradient, product.gradient)
+    lhs_scale, rhs_scale = scales
+    of_lhs = functools.partial(lhs_gradient, gradient8, rhs8, product.dims)
+    of_rhs = functools.partial(rhs_gradient, lhs8, gradient8, product.dims)
+    return _scaled(of_lhs, lhs_dtype, scale, rhs_scale), _scaled(
+        of_rhs, rhs_dtype, lhs_scale, scale
     )
 
 
@@ -408,35 +384,27 @@ def _contracted_last(x: jax.Array, contracted: Axes, batch: Axes) -> jax.Array:
     return lax.transpose(x, (*batch, *_rest(x.ndim, contracted, batch), *contracted))
 
 
-def _cast(
-    x: jax.Array, fmt: FloatFormat, scale: Scale
-) -> tuple[jax.Array, float | jax.Array]:
-    """Return `x / scale` in FP8, and the scale.
+def _cast(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+    return fmt.cast(x.astype(jnp.float32))
 
-    The scale is a float when it is a constant, else an FP32 scalar.
-    """
+
+def _cast_at_amax(x: jax.Array, fmt: FloatFormat) -> tuple[jax.Array, jax.Array]:
+    """Return `x / scale` in FP8, and the scale of its largest magnitude, FP32."""
     x = x.astype(jnp.float32)
-    if scale == "rms":
-        statistic = jnp.sqrt(jnp.mean(jnp.square(x)))
-        power = pow2_round(statistic)
-    elif scale == "amax":
-        statistic = jnp.max(jnp.abs(x))
-        power = jnp.maximum(
-            pow2_floor(statistic) * (2 / pow2_floor(fmt.max)), 2.0**MIN_SCALE_EXPONENT
-        )
-    else:
-        return fmt.cast(x if scale == 1 else x * (1 / scale)), float(scale)
-    power = jnp.where(statistic == 0, jnp.float32(1), power)
-    return fmt.cast(x * (1 / power)), power
+    amax = jnp.max(jnp.abs(x))
+    scale = pow2_floor(amax) * (2 / pow2_floor(fmt.max))
+    scale = jnp.maximum(scale, 2.0**MIN_SCALE_EXPONENT)
+    scale = jnp.where(amax == 0, jnp.float32(1), scale)
+    return fmt.cast(x * (1 / scale)), scale
 
 
-def _scaled(dot: Callable, dtype: str, *scales: float | jax.Array) -> jax.Array:
-    """Return `dot(dtype, alpha)` times the scales."""
-    if all(isinstance(scale, float) for scale in scales):
-        return dot(dtype, math.prod(scales))
+def _scaled(
+    dot: Callable, dtype: str, lhs_scale: jax.Array, rhs_scale: jax.Array
+) -> jax.Array:
+    """Return `dot(dtype)` times the scales of its operands."""
     # The unscaled product can leave the range of FP16, where the scaled one does not.
     wide = "bfloat16" if dtype == "bfloat16" else "float32"
-    return (dot(wide) * (jnp.float32(scales[0]) * scales[1])).astype(dtype)
+    return (dot(wide) * (lhs_scale * rhs_scale)).astype(dtype)
 
 
 def dot_fp8(

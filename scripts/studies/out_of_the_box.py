@@ -156,9 +156,7 @@ def jobs_of(args: Arguments) -> list[ZooTrial]:
 def train(job: ZooTrial, args: Arguments) -> list[float]:
     """Train; return the losses of all steps (nats)."""
     name, _, depth = job.model.partition(":")
-    best = sc.ops.matmul.Fp8DotGeneral(
-        scaling=sc.ops.matmul.Scaling("amax", "amax", "amax")
-    )
+    best = sc.ops.matmul.Fp8DotGeneral(current_scaling=True)
     products: dict[str, dict[str, Any]] = {
         "fp8": {"dot_general": sc.fp8_dot_general},
         "amax": {"dot_general": best},

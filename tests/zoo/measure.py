@@ -185,9 +185,7 @@ class Subject:
         if format == "fp32":
             return self.reference
         if format == "fp8":
-            dot_general = sc.ops.matmul.Fp8DotGeneral(
-                scaling=sc.ops.matmul.Scaling("amax", "amax", "amax")
-            )
+            dot_general = sc.ops.matmul.Fp8DotGeneral(current_scaling=True)
             return as_numbers(
                 jax.jit(gradient_of(self.build(dot_general)))(case.params, case.batch)
             )

@@ -110,9 +110,9 @@ class Method:
 
         The settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`.
         """
-        from scalify_core.ops.matmul import Fp8DotGeneral, Scaling
+        from scalify_core.ops.matmul import Fp8DotGeneral
 
-        return Fp8DotGeneral(path, Scaling(), **settings)
+        return Fp8DotGeneral(path, **settings)
 
     def simulated(
         self,
@@ -301,9 +301,9 @@ class Current(Method):
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the FP8 product that measures its operands and its gradient."""
-        from scalify_core.ops.matmul import Fp8DotGeneral, Scaling
+        from scalify_core.ops.matmul import Fp8DotGeneral
 
-        return Fp8DotGeneral(path, Scaling("amax", "amax", "amax"), **settings)
+        return Fp8DotGeneral(path, current_scaling=True, **settings)
 
 
 class Blocks(Method):

@@ -29,7 +29,7 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
 from scalify_core.ops.functional import attention, embedding, layer_norm, materialized
-from scalify_core.ops.matmul import Fp8DotGeneral, Scaling, fp8_dot_general
+from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 from scalify_core.optim import scaled_state
 from scalify_core.optim.weights import apply_updates
 from scalify_core.static import set_scaling
@@ -130,7 +130,7 @@ def test_a_loop_over_layers_calls_each_attention_once_in_each_pass(run, segments
 
 
 def test_forward_and_both_gradients_of_a_plain_program_are_fp8_gemms(h200):
-    dot = Fp8DotGeneral(scaling=Scaling("rms", "amax", 2.0**-12))
+    dot = Fp8DotGeneral(current_scaling=True)
     fun = with_gradients(lambda x, w: dot(x, w, MATRIX))
     text = compiled_text(h200, fun, (256, 128), (128, 512))
     assert_all_fp8(text, forward=1, backward=2)
