@@ -115,7 +115,7 @@ class Composite:
 
     def defvjp(
         self,
-        fwd: Callable,
+        fwd: Callable | None,
         bwd: Callable,
         *,
         cuda: tuple[Callable, Callable] | None = None,
@@ -123,11 +123,14 @@ class Composite:
         """Set `fwd(*args, **static) -> (out, residuals)` and
         `bwd(residuals, gradient, **static) -> gradients`.
 
-        The gradients are a tuple, one for each argument, None for arguments without one
-        (integers). `cuda` is the same pair for CUDA devices; its residuals must have
-        the shapes and dtypes of the first pair's.
+        With `fwd` None the residuals are the arguments. The gradients are a tuple, one
+        for each argument, None for arguments without one (integers). `cuda` is the same
+        pair for CUDA devices; its residuals must have the shapes and dtypes of the
+        first pair's.
         """
-        self.fwd, self.bwd = fwd, bwd  # type: ignore[method-assign]
+        if fwd is not None:
+            self.fwd = fwd  # type: ignore[method-assign]
+        self.bwd = bwd  # type: ignore[method-assign]
         if cuda is not None:
             self.cuda_fwd, self.cuda_bwd = cuda
 

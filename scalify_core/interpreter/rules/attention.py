@@ -181,17 +181,19 @@ def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
 def _normalizer(name: str, power: float) -> None:
     """Register softmax or its logarithm: of n numbers the RMS is n**power."""
 
+    def size_along(call: Any, x: Any) -> float:
+        return unbatched_shape(call, 0, x)[call.settings["axis"]] ** power
+
     @forward_rule(name)
     def _(call: Any, x: Value) -> Any:
-        size = x.shape[call.settings["axis"]] ** power
-        (y,) = on_values(call, [(size, x.dtype)], x)
-        return y, y
+        return *on_values(call, [(size_along(call, x), x.dtype)], x), (x,)
 
     @composite_rule(f"{name}.bwd")
-    def _(call: Any, y: Any, gradient: Any) -> Any:
-        y, gradient = as_value(y, gradient), as_value(gradient, y)
-        size = size_of(y.size, gradient.size) if power else gradient.size
-        return on_values(call, [(size, y.dtype)], y, gradient)
+    def _(call: Any, residuals: Any, gradient: Any) -> Any:
+        (x,) = residuals
+        gradient = as_value(gradient, x)
+        size = size_of(size_along(call, x), gradient.size)
+        return on_values(call, [(size, gradient.dtype)], x, gradient)
 
 
 _normalizer("softmax", -0.5)

@@ -206,10 +206,11 @@ def _activation(name: str) -> None:
     @forward_rule(name)
     def _(call: Any, x: Value) -> Any:
         size = _sizes(name, x)[0]
-        return *on_values(call, [(size, x.dtype)], v.scalar_scale(x)), x
+        return *on_values(call, [(size, x.dtype)], v.scalar_scale(x)), (x,)
 
     @composite_rule(f"{name}.bwd")
-    def _(call: Any, x: Any, gradient: Any) -> Any:
+    def _(call: Any, residuals: Any, gradient: Any) -> Any:
+        (x,) = residuals
         gradient, x = as_value(gradient, x), as_value(x, gradient)
         return on_gradient(call, [(_sizes(name, x)[1], gradient.dtype)], x, gradient)
 

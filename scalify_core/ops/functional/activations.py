@@ -72,23 +72,10 @@ def silu(x: jax.Array) -> jax.Array:
     return (x32 * jax.nn.sigmoid(x32)).astype(x.dtype)
 
 
-def _silu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    x32 = x.astype(jnp.float32)
-    return (
-        (gradient.astype(jnp.float32) * _silu_slope(x32, jax.nn.sigmoid(x32))).astype(
-            x.dtype
-        ),
-    )
-
-
 @composite
 def relu(x: jax.Array) -> jax.Array:
     """Return `max(x, 0)`, with gradient 0 at 0."""
     return jnp.where(x > 0, x, jnp.zeros_like(x))
-
-
-def _relu_bwd(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jnp.where(x > 0, gradient, jnp.zeros_like(gradient)).astype(x.dtype),)
 
 
 @composite
@@ -109,15 +96,10 @@ def _swiglu_bwd(
     gate, up = residuals
     gate32, g = gate.astype(jnp.float32), gradient.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(gate32)
-    dgate = g * up.astype(jnp.float32) * _silu_slope(gate32, sigmoid)
+    slope = sigmoid * (1 + gate32 * (1 - sigmoid))
+    dgate = g * up.astype(jnp.float32) * slope
     return dgate.astype(gate.dtype), (g * gate32 * sigmoid).astype(up.dtype)
 
 
-def _silu_slope(x: jax.Array, sigmoid: jax.Array) -> jax.Array:
-    return sigmoid * (1 + x * (1 - sigmoid))
-
-
-_gelu.defvjp(lambda x, bias: (_gelu.fun(x, bias), (x, bias)), _gelu_bwd)
-silu.defvjp(lambda x: (silu.fun(x), x), _silu_bwd)
-relu.defvjp(lambda x: (relu.fun(x), x), _relu_bwd)
-swiglu.defvjp(lambda gate, up: (swiglu.fun(gate, up), (gate, up)), _swiglu_bwd)
+_gelu.defvjp(None, _gelu_bwd)
+swiglu.defvjp(None, _swiglu_bwd)

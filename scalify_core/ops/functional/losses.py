@@ -30,26 +30,6 @@ def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
     return _log_softmax(x, axis=axis)
 
 
-def cross_entropy(
-    logits: jax.Array, targets: jax.Array, vocab_size: int | None = None
-) -> jax.Array:
-    """Return the mean over the tokens of `-log softmax(logits)[target]`, in nats.
-
-    Args:
-        logits: [N, V], any float dtype.
-        targets: [N], integers in [0, vocab_size).
-        vocab_size: columns from here on are padding and take no part; V if None.
-
-    Returns:
-        FP32 scalar.
-    """
-    return _cross_entropy(
-        logits,
-        targets,
-        vocab_size=logits.shape[-1] if vocab_size is None else vocab_size,
-    )
-
-
 def linear_cross_entropy(
     x: jax.Array,
     head: jax.Array,
@@ -124,51 +104,37 @@ def _softmax(x: jax.Array, *, axis: int) -> jax.Array:
     return jax.nn.softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
 
 
-def _softmax_bwd(y: jax.Array, gradient: jax.Array, *, axis: int) -> tuple[jax.Array]:
-    y32, g = y.astype(jnp.float32), gradient.astype(jnp.float32)
-    return ((y32 * (g - jnp.sum(y32 * g, axis=axis, keepdims=True))).astype(y.dtype),)
-
-
 @composite(name="log_softmax")
 def _log_softmax(x: jax.Array, *, axis: int) -> jax.Array:
     return jax.nn.log_softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
 
 
-def _log_softmax_bwd(
-    y: jax.Array, gradient: jax.Array, *, axis: int
-) -> tuple[jax.Array]:
-    g = gradient.astype(jnp.float32)
-    return (
-        (
-            g - jnp.exp(y.astype(jnp.float32)) * jnp.sum(g, axis=axis, keepdims=True)
-        ).astype(y.dtype),
-    )
+@composite
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean over the tokens of `-log softmax(logits)[target]`, in nats.
+
+    Args:
+        logits: [N, V], any float dtype.
+        targets: [N], integers in [0, V).
+
+    Returns:
+        FP32 scalar.
+    """
+    return _cross_entropy_fwd(logits, targets)[0]
 
 
-@composite(name="cross_entropy")
-def _cross_entropy(
-    logits: jax.Array, targets: jax.Array, *, vocab_size: int
-) -> jax.Array:
-    return _cross_entropy_fwd(logits, targets, vocab_size=vocab_size)[0]
-
-
-def _cross_entropy_fwd(
-    logits: jax.Array, targets: jax.Array, *, vocab_size: int
-) -> tuple:
-    loss, log_norm = _nats(
-        _mask_padding(logits.astype(jnp.float32), vocab_size), targets
-    )
+def _cross_entropy_fwd(logits: jax.Array, targets: jax.Array) -> tuple:
+    loss, log_norm = _nats(logits.astype(jnp.float32), targets)
     return jnp.mean(loss), (logits, log_norm, targets)
 
 
-def _cross_entropy_bwd(
-    residuals: tuple, gradient: jax.Array, *, vocab_size: int
-) -> tuple:
+def _cross_entropy_bwd(residuals: tuple, gradient: jax.Array) -> tuple:
     logits, log_norm, targets = residuals
-    error = _error(
-        _mask_padding(logits.astype(jnp.float32), vocab_size), log_norm, targets
-    )
+    error = _error(logits.astype(jnp.float32), log_norm, targets)
     return (error * (gradient / targets.shape[0])).astype(logits.dtype), None
+
+
+cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 @composite(name="linear_cross_entropy")
@@ -381,19 +347,6 @@ def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Ar
     return jnp.where(column == targets[:, None], probability - 1, probability)
 
 
-def _keeping_result(fun: Callable) -> Callable:
-    """Return the forward pass whose residual is the result."""
-
-    def forward(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
-        y = fun(x, axis=axis)
-        return y, y
-
-    return forward
-
-
-_softmax.defvjp(_keeping_result(_softmax.fun), _softmax_bwd)
-_log_softmax.defvjp(_keeping_result(_log_softmax.fun), _log_softmax_bwd)
-_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 _linear_cross_entropy.defvjp(
     _linear_cross_entropy_fwd,
     _linear_cross_entropy_bwd,
