@@ -32,30 +32,26 @@ def rounded_product(lhs: jax.Array, rhs: jax.Array, rounded: Rounded) -> jax.Arr
     return _product(lhs, rhs, rounded=rounded, sizes=sizes)
 
 
+# `sizes` is for the rule, which may see batches.
+
+
 @composite(name="rounded_product")
 def _product(
     lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, sizes: tuple[int, int, int]
 ) -> jax.Array:
-    del sizes  # for the rule, which may see batches
     return rounded.forward(lhs, rhs)[0]
 
 
 def _forward(
-    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, sizes: tuple[int, int, int]
+    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, **_: Any
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    del sizes
     out, *residuals = rounded.forward(lhs, rhs)
     return out, tuple(residuals)
 
 
 def _backward(
-    residuals: tuple[Any, Any],
-    gradient: jax.Array,
-    *,
-    rounded: Rounded,
-    sizes: tuple[int, int, int],
+    residuals: tuple[Any, Any], gradient: jax.Array, *, rounded: Rounded, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
-    del sizes
     return rounded.backward(*residuals, gradient)
 
 

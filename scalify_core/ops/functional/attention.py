@@ -11,6 +11,7 @@ product: nothing is repeated.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,11 +96,9 @@ def _attention(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None,
-    *,
-    sees: Sees,
-    logit_scale: float,
+    **settings: Any,
 ) -> jax.Array:
-    return _attention_fwd(q, k, v, segments, sees=sees, logit_scale=logit_scale)[0]
+    return _attention_fwd(q, k, v, segments, **settings)[0]
 
 
 def _attention_fwd(
@@ -163,7 +162,7 @@ def _attention_bwd(
 
 
 def _cudnn(
-    segments: jax.Array | None, sees: Sees, logit_scale: float
+    segments: jax.Array | None, *, sees: Sees, logit_scale: float
 ) -> Callable[..., jax.Array]:
     """Return the function of q, k and v that cuDNN computes."""
     mask = window = None
@@ -195,13 +194,11 @@ def _attention_cuda(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None,
-    *,
-    sees: Sees,
-    logit_scale: float,
+    **settings: Any,
 ) -> jax.Array:
     if not _is_for_cudnn(q, k, v):
-        return _attention.fun(q, k, v, segments, sees=sees, logit_scale=logit_scale)
-    return _cudnn(segments, sees, logit_scale)(q, k, v)
+        return _attention.fun(q, k, v, segments, **settings)
+    return _cudnn(segments, **settings)(q, k, v)
 
 
 def _attention_fwd_cuda(
@@ -209,28 +206,22 @@ def _attention_fwd_cuda(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None,
-    *,
-    sees: Sees,
-    logit_scale: float,
+    **settings: Any,
 ) -> tuple:
     if not _is_for_cudnn(q, k, v):
-        return _attention_fwd(q, k, v, segments, sees=sees, logit_scale=logit_scale)
-    out, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
+        return _attention_fwd(q, k, v, segments, **settings)
+    out, pullback = jax.vjp(_cudnn(segments, **settings), q, k, v)
     (log_norm,) = (x for x in jax.tree.leaves(pullback) if _is_log_norm(x, q))
     return out, (q, k, v, segments, out, log_norm[..., None])
 
 
 def _attention_bwd_cuda(
-    residuals: tuple,
-    gradient: jax.Array,
-    *,
-    sees: Sees,
-    logit_scale: float,
+    residuals: tuple, gradient: jax.Array, **settings: Any
 ) -> tuple:
     q, k, v, segments, out, log_norm = residuals
     if not _is_for_cudnn(q, k, v):
-        return _attention_bwd(residuals, gradient, sees=sees, logit_scale=logit_scale)
-    recomputed, pullback = jax.vjp(_cudnn(segments, sees, logit_scale), q, k, v)
+        return _attention_bwd(residuals, gradient, **settings)
+    recomputed, pullback = jax.vjp(_cudnn(segments, **settings), q, k, v)
 
     def saved(x: jax.Array) -> jax.Array:
         if x is recomputed:

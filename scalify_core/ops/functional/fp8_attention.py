@@ -140,12 +140,12 @@ class Operands(NamedTuple):
 
 class Residuals(NamedTuple):
     """What the forward pass keeps: a byte for each element of q, k, v and the output,
-    and the logarithms of the sums of exponentials, FP32 [B, H, T].
+    and the logarithms of the sums of exponentials, FP32 [B, H, T], in training.
     """
 
     operands: Operands
     out: jax.Array
-    log_norm: jax.Array
+    log_norm: Any
 
 
 class Scales(NamedTuple):
@@ -235,9 +235,8 @@ def _forward(
     *,
     causal: bool,
     logit_scale: float,
-    simulate: bool,
+    **_: Any,
 ) -> tuple[jax.Array, Residuals]:
-    del simulate
     operands = Operands.quantize(q, k, v)
     qh, kh, vh = (heads_first(x).astype(jnp.float32) for x in operands[:3])
     q_unit, k_unit, _ = operands.units
@@ -261,9 +260,8 @@ def _backward(
     *,
     causal: bool,
     logit_scale: float,
-    simulate: bool,
+    **_: Any,
 ) -> tuple[jax.Array, ...]:
-    del simulate
     operands, out, log_norm = residuals
     rounded, unit = quantized(gradient)
     scales = backward_scales(operands, rounded, logit_scale)
@@ -332,38 +330,30 @@ def _in_units(
     return tuple(saturating_cast(x, dtype) for x in (dq, dk, dv * dv_scale * unit))
 
 
-def _cuda(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, simulate: bool, **settings: Any
-) -> jax.Array:
-    if simulate:
-        return _forward(q, k, v, simulate=True, **settings)[0]
-    _check_kernel(q, k, is_training=False)
-    operands = Operands.quantize(q, k, v)
-    out, _ = cudnn.forward(
-        *operands[:3],
-        units=tuple(operands.units[:2]),
-        p_scale=P_SCALE,
-        is_training=False,
-        **settings,
-    )
-    return _in_unit_of_v(out, operands, q.dtype)
+def _cuda(q: jax.Array, k: jax.Array, v: jax.Array, **settings: Any) -> jax.Array:
+    return _cuda_forward(q, k, v, is_training=False, **settings)[0]
 
 
 def _cuda_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, simulate: bool, **settings: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    simulate: bool,
+    is_training: bool = True,
+    **settings: Any,
 ) -> tuple[jax.Array, Residuals]:
     if simulate:
-        return _forward(q, k, v, simulate=True, **settings)
-    _check_kernel(q, k, is_training=True)
+        return _forward(q, k, v, **settings)
+    _check_kernel(q, k, is_training=is_training)
     operands = Operands.quantize(q, k, v)
     out, log_norm = cudnn.forward(
         *operands[:3],
         units=tuple(operands.units[:2]),
         p_scale=P_SCALE,
-        is_training=True,
+        is_training=is_training,
         **settings,
     )
-    assert log_norm is not None
     residuals = Residuals(operands, out, log_norm)
     return _in_unit_of_v(out, operands, q.dtype), residuals
 
@@ -372,21 +362,14 @@ def _cuda_backward(
     residuals: Residuals,
     gradient: jax.Array,
     *,
-    causal: bool,
-    logit_scale: float,
     simulate: bool,
+    **settings: Any,
 ) -> tuple[jax.Array, ...]:
     if simulate:
-        return _backward(
-            residuals,
-            gradient,
-            causal=causal,
-            logit_scale=logit_scale,
-            simulate=True,
-        )
+        return _backward(residuals, gradient, **settings)
     operands, out, log_norm = residuals
     rounded, unit = quantized(gradient)
-    scales = backward_scales(operands, rounded, logit_scale)
+    scales = backward_scales(operands, rounded, settings["logit_scale"])
     kernel = functools.partial(
         cudnn.backward,
         *operands[:3],
@@ -396,8 +379,7 @@ def _cuda_backward(
         units=tuple(operands.units[:2]),
         p_scale=P_SCALE,
         ds_scale=scales.ds,
-        causal=causal,
-        logit_scale=logit_scale,
+        **settings,
     )
     first = kernel(scales=scales.results)
     largest = [jnp.max(jnp.abs(x.astype(jnp.float32))) for x in first[:3]]

@@ -159,26 +159,14 @@ def _linear_cross_entropy(
 
 
 def _linear_cross_entropy_fwd(
-    x: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    *,
-    settings: _Settings,
-    logit_scale: float,
+    x: jax.Array, head: jax.Array, targets: jax.Array, **static: Any
 ) -> tuple:
     zeros = jnp.zeros(head.shape, jnp.float32)
-    return _loss_and_gradients(
-        x, head, targets, zeros, settings, logit_scale, _nats, _CHUNK_BYTES
-    )
+    return _loss_and_gradients(x, head, targets, zeros, _nats, _CHUNK_BYTES, **static)
 
 
 def _linear_cross_entropy_fwd_cuda(
-    x: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    *,
-    settings: _Settings,
-    logit_scale: float,
+    x: jax.Array, head: jax.Array, targets: jax.Array, **static: Any
 ) -> tuple:
     """Return the same in larger chunks, whose logits are read in two passes.
 
@@ -187,15 +175,9 @@ def _linear_cross_entropy_fwd_cuda(
     # XLA would allocate a constant at the start of the program, and share it with other
     # zeros of this size to the end.
     zero, x = compiler_hints.barrier((jnp.float32(0), x))
+    zeros = jnp.full(head.shape, zero)
     return _loss_and_gradients(
-        x,
-        head,
-        targets,
-        jnp.full(head.shape, zero),
-        settings,
-        logit_scale,
-        _nats_in_one_pass,
-        _CUDA_CHUNK_BYTES,
+        x, head, targets, zeros, _nats_in_one_pass, _CUDA_CHUNK_BYTES, **static
     )
 
 
@@ -204,10 +186,11 @@ def _loss_and_gradients(
     head: jax.Array,
     targets: jax.Array,
     zeros: jax.Array,
-    settings: _Settings,
-    logit_scale: float,
     nats: Callable,
     chunk_bytes: int,
+    *,
+    settings: _Settings,
+    logit_scale: float,
 ) -> tuple:
     """Return the loss, and as residuals its gradients times N / logit_scale.
 

@@ -120,15 +120,14 @@ def _layer_norm_bwd(
     residuals: tuple,
     gradient: jax.Array,
     *,
-    eps: float,
     width: float = 1.0,
     sums: Callable[..., Any] = _sums,
+    **_: Any,
 ) -> tuple:
     """Return the gradients of the arguments.
 
     `width`: the mean was multiplied by it, the reciprocal standard deviation divided.
     """
-    del eps
     x, mean, rstd, weight, bias = residuals
     g = gradient.astype(jnp.float32)
     normalized = (x.astype(jnp.float32) * np.float32(width) - mean) * rstd
@@ -146,14 +145,9 @@ def _layer_norm_bwd(
     )
 
 
-def _layer_norm_bwd_cuda(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple:
-    return _layer_norm_bwd(
-        residuals,
-        gradient,
-        eps=eps,
-        width=_width(residuals[0].shape[-1]),
-        sums=sums_at_once,
-    )
+def _layer_norm_bwd_cuda(residuals: tuple, gradient: jax.Array, **_: Any) -> tuple:
+    width = _width(residuals[0].shape[-1])
+    return _layer_norm_bwd(residuals, gradient, width=width, sums=sums_at_once)
 
 
 @composite(name="rms_norm")
@@ -167,8 +161,7 @@ def _rms_norm_fwd(x: jax.Array, weight: jax.Array, *, eps: float) -> tuple:
     return (x32 * rrms * _row(weight, x)).astype(x.dtype), (x, rrms, weight)
 
 
-def _rms_norm_bwd(residuals: tuple, gradient: jax.Array, *, eps: float) -> tuple:
-    del eps
+def _rms_norm_bwd(residuals: tuple, gradient: jax.Array, **_: Any) -> tuple:
     x, rrms, weight = residuals
     g = gradient.astype(jnp.float32)
     normalized = x.astype(jnp.float32) * rrms
