@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +98,9 @@ class Stored:
 
 
 def stored_fields(
-    mu: Any = FP32,
-    nu: Any = FP32,
-    rounding: Literal["auto"] | Rounding = "auto",
-    fields: Mapping[str, Stored] | None = None,
+    mu: Any, nu: Any, fields: Mapping[str, Stored] | None
 ) -> dict[str, Stored]:
-    """Return the storage of each field, by name.
+    """Return the storage of each field, by name; for the arguments see `scaled_state`.
 
     Raises:
         ValueError: a field is given twice, or is relative to a relative one.
@@ -116,7 +113,7 @@ def stored_fields(
                 f"scaled_state: fields[{name!r}] is {how!r}, expected a Stored, such as"
                 " Stored(FP16)"
             )
-    for name, given, sqrt in (("mu", mu, False), ("nu", nu, True)):
+    for name, given in (("nu", nu), ("mu", mu)):
         fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)
         if fmt is FP32:
             continue
@@ -124,23 +121,14 @@ def stored_fields(
             raise ValueError(
                 f"scaled_state: {name} is given twice, as {name}={fmt} and in fields"
             )
-        precise = fmt.mantissa_bits >= 10 and not sqrt
-        automatic: Rounding = "nearest" if precise else "stochastic"
-        stored[name] = Stored(fmt, sqrt, automatic if rounding == "auto" else rounding)
-    if (
-        "mu" in stored
-        and "nu" in stored
-        and "mu" not in (fields or {})
-        and stored["mu"].format.mantissa_bits <= 3
-    ):
-        stored["mu"] = dataclasses.replace(
-            stored["mu"], relative_to="nu", largest_quotient=None
-        )
+        stored[name] = Stored(fmt, sqrt=name == "nu")
+        if name == "mu" and fmt.mantissa_bits >= 10:
+            stored[name] = Stored(fmt, rounding="nearest")
+        if name == "mu" and fmt.mantissa_bits <= 3 and "nu" in stored:
+            stored[name] = Stored(fmt, relative_to="nu", largest_quotient=None)
     for name, how in stored.items():
-        if (
-            how.relative_to in stored
-            and stored[how.relative_to].relative_to is not None
-        ):
+        other = stored.get(how.relative_to or "")
+        if other is not None and other.relative_to is not None:
             raise ValueError(
                 f"scaled_state: {name} is relative to {how.relative_to}, which is"
                 " relative itself"
@@ -279,10 +267,10 @@ def new_scales(
     An array without a positive finite magnitude keeps its old scale. Where `accept` is
     given and false, all arrays do. An array whose old scale is not a scalar is a stack.
     """
-    is_stack = [np.ndim(scale) > 0 for scale in old]
-    groups: dict[Any, list[int]] = {}
-    new = list(new)
-    constants = {}
+    new, is_stack = list(new), [np.ndim(scale) > 0 for scale in old]
+    alone: dict[Any, list[int]] = {}
+    stacks: dict[Any, list[int]] = {}
+    constants: dict[int, float] = {}
     for leaf, (how, other, parameter) in enumerate(plans):
         if how is None:
             continue
@@ -292,34 +280,29 @@ def new_scales(
         if other is not None:
             # The divisor as it is stored, in two bits, may be smaller by a fifth.
             new[leaf] = 1.25 * new[leaf] / _divisor(new[other])
-        key = parameter, new[leaf].shape, is_stack[leaf]
-        groups.setdefault(key, []).append(leaf)
-    alone = [(key[0], group) for key, group in groups.items() if not key[-1]]
-    stacks = [group for key, group in groups.items() if key[-1]]
-    measured = list(itertools.chain(*(group for _, group in alone), *stacks))
-    fixed = list(constants)
+        groups = stacks if is_stack[leaf] else alone
+        groups.setdefault((parameter, new[leaf].shape), []).append(leaf)
+    measured = list(itertools.chain(*alone.values(), *stacks.values()))
     rows = {
-        leaf: len(new[leaf]) if is_stack[leaf] else 1 for leaf in (*measured, *fixed)
+        leaf: len(new[leaf]) if is_stack[leaf] else 1
+        for leaf in (*measured, *constants)
     }
-
-    def of_rows(
-        numbers: Sequence[float], leaves: Sequence[int], dtype: Any = np.float32
-    ) -> np.ndarray:
-        return np.repeat(np.asarray(numbers, dtype), [rows[leaf] for leaf in leaves])
-
-    measured_scales = []
+    parts: list[Any] = []
     if measured:
-        is_root = of_rows([plans[leaf].how.sqrt for leaf in measured], measured, bool)  # type: ignore[union-attr]
-        top = of_rows([_top(plans[leaf].how) for leaf in measured], measured)  # type: ignore[arg-type]
+        how_stored: list[Any] = [
+            plans[leaf].how for leaf in measured for _ in range(rows[leaf])
+        ]
+        is_root = np.array([how.sqrt for how in how_stored])
+        top = np.array([_top(how) for how in how_stored], np.float32)
         # All at once: hundreds of scalars would be as many operations, in one kernel
         # that takes long to compile.
         peaks = [
             largest_of(
-                [[new[leaf] for leaf in group] for _, group in alone],
-                [path for path, _ in alone],
+                [[new[leaf] for leaf in group] for group in alone.values()],
+                [parameter for parameter, _ in alone],
             )
         ]
-        for group in stacks:
+        for group in stacks.values():
             peaks += largest_of_rows([new[leaf] for leaf in group])
         largest = jnp.concatenate(peaks)
         largest = jnp.where(is_root, _square_root(largest), largest)
@@ -328,15 +311,15 @@ def new_scales(
             is_new = is_new & accept
         # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
         previous = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
-        measured_scales = [jnp.where(is_new, pow2_floor(largest * (2 / top)), previous)]
-    ends = np.cumsum([rows[leaf] for leaf in (*measured, *fixed)])
-    places = {
-        leaf: slice(int(end) - rows[leaf], int(end)) if is_stack[leaf] else int(end) - 1
-        for leaf, end in zip((*measured, *fixed), ends, strict=True)
-    }
-    parts: list[Any] = measured_scales
-    if fixed:  # In a shard_map over CPUs, XLA ends the process at an empty constant.
-        parts = [*parts, of_rows(list(constants.values()), fixed)]
+        parts.append(jnp.where(is_new, pow2_floor(largest * (2 / top)), previous))
+    if constants:  # In a shard_map over CPUs, XLA ends the process at an empty one.
+        numbers = np.array(list(constants.values()), np.float32)
+        parts.append(np.repeat(numbers, [rows[leaf] for leaf in constants]))
+    places: dict[int, int | slice] = {}
+    end = 0
+    for leaf, count in rows.items():
+        places[leaf] = slice(end, end + count) if is_stack[leaf] else end
+        end += count
     return StorageScales(jnp.concatenate(parts) if parts else jnp.zeros(0), places)
 
 

@@ -37,7 +37,7 @@ moment without a root, and lets the rules choose scales.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ from scalify_core.optim.moment_storage import (
     stored_fields,
     widen,
 )
-from scalify_core.optim.weights import LARGE, Rounding, wide
+from scalify_core.optim.weights import LARGE, wide
 
 
 class ScaledOptState(NamedTuple):
@@ -79,7 +79,6 @@ def scaled_state(
     *,
     mu: FloatFormat | Any = FP32,
     nu: FloatFormat | Any = FP32,
-    rounding: Literal["auto"] | Rounding = "auto",
     fields: Mapping[str, Stored] | None = None,
     seed: int,
 ) -> optax.GradientTransformationExtraArgs:
@@ -89,14 +88,13 @@ def scaled_state(
         tx: any transformation; its states are searched for fields at every depth
             (chain, masked, inject_hyperparams).
         mu: the format (or dtype) of the fields called `mu`, first moments. FP32: they
-            are not changed. In FP8, with a narrow `nu` beside it, it is stored relative
-            to `nu`.
+            are not changed. With ten mantissa bits or more (FP16) it is rounded to
+            nearest: its error is at most epsilon/2/(1-b1), 0.5% at b1 = 0.9. In others
+            it is rounded stochastically, as `nu` is. In FP8, with a narrow `nu` beside
+            it, it is stored relative to `nu`.
         nu: the format of the fields called `nu`, second moments, stored as square
             roots. FP32: they are not changed. A negative number becomes NaN: give a
             signed `nu`, as that of SM3, in `fields`, without `sqrt`.
-        rounding: the rounding of `mu` and `nu`. "auto": stochastic, but to nearest for
-            a `mu` of ten mantissa bits or more (FP16), whose error is then at most
-            epsilon/2/(1-b1), 0.5% at b1 = 0.9.
         fields: the storage of other fields, by name ("trace" of momentum, "v_row" of
             Adafactor); or of `mu` and `nu`, for all options of `Stored`.
         seed: the seed of the stochastic rounding; with the step in the state it
@@ -121,10 +119,9 @@ def scaled_state(
 
     Raises:
         ValueError: from `init`, if the state has no array in a field of a given name;
-            a field is given twice, a format has no native dtype, or the rounding is
-            unknown.
+            a field is given twice, or a format has no native dtype.
     """
-    stored = stored_fields(mu, nu, rounding, fields)
+    stored = stored_fields(mu, nu, fields)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> ScaledOptState:
@@ -305,24 +302,23 @@ def propagated_state(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def wide_state(state: ScaledOptState, **settings: Any) -> ScaledOptState:
+def wide_state(state: ScaledOptState, fields: Mapping[str, Stored]) -> ScaledOptState:
     """Return a state with all its moments in FP32 and with their own meaning.
 
-    It is the optimizer's own state. `settings`: `mu`, `nu`, `rounding` and `fields`, as
-    given to `scaled_state`.
+    It is the optimizer's own state. `fields`: as given to `scaled_state`.
     """
-    arrays, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
+    arrays, plans, treedef = flatten(state.inner_state, fields)
     return ScaledOptState(state.step, treedef.unflatten(widen(arrays, plans)))
 
 
 def narrow_state(
-    state: ScaledOptState, *, seed: int, **settings: Any
+    state: ScaledOptState, fields: Mapping[str, Stored], *, seed: int
 ) -> ScaledOptState:
-    """Return the inverse of `wide_state` for these settings, rounded once.
+    """Return the inverse of `wide_state` for these fields, rounded once.
 
     So a state can be continued in other formats.
     """
-    new, plans, treedef = flatten(state.inner_state, stored_fields(**settings))
+    new, plans, treedef = flatten(state.inner_state, fields)
     scales = new_scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
     return ScaledOptState(
         state.step,

@@ -104,13 +104,7 @@ def apply_updates(
 
 
 def moving_average(
-    average: Any,
-    params: Any,
-    decay: float,
-    *,
-    rounding: Rounding = "stochastic",
-    seed: Any = None,
-    step: Any = None,
+    average: Any, params: Any, decay: float, *, seed: Any, step: Any
 ) -> Any:
     """Return `decay * average + (1 - decay) * params`, in the formats of `average`.
 
@@ -122,12 +116,11 @@ def moving_average(
         average: a tree of ScaledArrays and plain arrays, of any float dtypes.
         params: a tree of the same structure, plain or scaled.
         decay: in [0, 1].
-        rounding: as for `apply_updates`.
         seed: as for `apply_updates`, but another one than that of the parameters.
         step: as for `apply_updates`.
 
     Raises:
-        ValueError: as `apply_updates`.
+        ValueError: `params` is another tree than `average`.
     """
     structure = structure_of(average)
     if structure_of(params) != structure:
@@ -136,7 +129,7 @@ def moving_average(
         leaves(readable(x, "weights.moving_average")) for x in (average, params)
     )
     updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
-    averages = apply_updates(old, updates, rounding=rounding, seed=seed, step=step)
+    averages = apply_updates(old, updates, rounding="stochastic", seed=seed, step=step)
     return structure.unflatten(averages)
 
 
@@ -174,97 +167,82 @@ def apply_with_compensation(
             " made"
         )
 
-    def add(
-        p: Any, update: Any, number: Any, words: Any, old_rest: Any
-    ) -> tuple[Any, Any]:
-        """Return the new parameter, and the rest that its rounding leaves, or None."""
-        data = data_of(p)
-        if not is_float(data):  # as in Optax
-            return jnp.asarray(data + update, data.dtype), old_rest
-        fmt = FloatFormat.of(data.dtype)
-        if old_rest is None:
-            update = wide(update)
-        else:
-            update = wide(update) + old_rest.astype(jnp.float32)
-        scale = p.scale if is_scaled_array(p) else 1.0
-        total = data.astype(jnp.float32)
-        is_static = isinstance(scale, (float, np.ndarray))
-        if is_static:
-            total = total + update * (1 / scale)
-        else:
-            old_scale, scale = scale, _scale_of_sum(p, update, fmt.max)
-            # The quotient of a scale of zeros leaves FP32, and would make them NaN.
-            shrunk = jnp.minimum(old_scale / scale, np.float32(MAX_SCALE))
-            total = total * broadcast_scale(shrunk, data) + update * (
-                1 / broadcast_scale(scale, data)
-            )
-        # Before rounding: the remainder is what the rounding takes away.
-        exact, rest = total, None
-        if fmt is not FP32:
-            total = round_to(total, fmt, rounding, words)
-        if old_rest is not None:
-            rest = _remainder(exact, fmt) * (
-                scale if is_static else broadcast_scale(scale, data)
-            )
-            rest = rest.astype(old_rest.dtype)
-            if accept is not None:
-                rest = jnp.where(accept, rest, old_rest)
-        if accept is not None:
-            total = jnp.where(
-                accept,
-                compiler_hints.barrier(total) if np.ndim(number) else total,
-                data,
-            )
-            if not is_static:
-                scale = jnp.where(accept, scale, old_scale)
-        if is_scaled_array(p):
-            return with_scale(total, scale), rest
-        return total, rest
-
     structure = structure_of(params)
     # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
     # which makes invalid scales.
     updates = readable(updates, "weights.apply_updates, the update")
     old, changes = leaves(params), _beside(structure, updates, "updates")
+    indices: Sequence[Any] = range(len(old))
+    if leaf_indices is not None:
+        indices = _beside(structure, leaf_indices, "leaf_indices")
     # Leaves are numbered from the other end: another stream than that of the
     # optimiser's state.
-    stream_numbers = [
-        -1 - n
-        for n in (
-            range(len(old))
-            if leaf_indices is None
-            else _beside(structure, leaf_indices, "leaf_indices")
-        )
-    ]
+    numbers = [-1 - n for n in indices]
     is_random = rounding == "stochastic"
-    words: list[Any] = (
-        words_of(seed, step, stream_numbers, [p.size >= LARGE for p in old])
-        if is_random
-        else list(stream_numbers)
-    )
+    is_large = [
+        is_random and p.size >= LARGE and np.ndim(n) == 0
+        for p, n in zip(old, numbers, strict=True)
+    ]
+    words: list[Any] = [None] * len(old)
+    if is_random:
+        words = words_of(seed, step, numbers, is_large)
+    rests: list[Any] = [None] * len(old)
     if leaves(compensation):
         rests = _beside(structure, compensation, "compensation")
-    else:
-        rests = [None] * len(old)
     new: list[Any] = []
     remain: list[Any] = []
     previous: int | None = None
-    for i, (p, update, number, rest) in enumerate(
-        zip(old, changes, stream_numbers, rests, strict=True)
-    ):
-        is_large = p.size >= LARGE and np.ndim(number) == 0 and is_random
-        if is_large and previous is not None:
+    for i, (p, update, rest) in enumerate(zip(old, changes, rests, strict=True)):
+        if is_large[i] and previous is not None:
             # One parameter after the other: equal code for many would be merged into
             # kernels that spill to memory. What is held is small: the compiler would
             # read an array that is also held twice.
             new[previous], words[i] = compiler_hints.barrier((new[previous], words[i]))
-        parameter, remainder = add(p, update, number, words[i], rest)
-        new.append(parameter)
+        total, scale, remainder = _added(p, update, rest, rounding, words[i])
+        if accept is not None and is_float(p):
+            if np.ndim(numbers[i]):
+                total = compiler_hints.barrier(total)
+            total = jnp.where(accept, total, data_of(p))
+            if remainder is not None:
+                remainder = jnp.where(accept, remainder, rest)
+            if isinstance(scale, jax.Array):
+                scale = jnp.where(accept, scale, p.scale)
+        new.append(with_scale(total, scale) if is_scaled_array(p) else total)
         if rest is not None:
             remain.append(remainder)
-        if is_large:
+        if is_large[i]:
             previous = i
     return structure.unflatten(new), structure.unflatten(remain) if remain else ()
+
+
+def _added(
+    p: Any, update: Any, rest: Any, rounding: Rounding, words: Any
+) -> tuple[jax.Array, Any, Any]:
+    """Return the data and the scale of a parameter plus an update.
+
+    And the rest that its rounding leaves, in the dtype of `rest`; None if that is None.
+    """
+    data = data_of(p)
+    if not is_float(data):  # as in Optax
+        return jnp.asarray(data + update, data.dtype), None, rest
+    fmt, update = FloatFormat.of(data.dtype), wide(update)
+    if rest is not None:
+        update = update + rest.astype(jnp.float32)
+    scale = spread = p.scale if is_scaled_array(p) else 1.0
+    total = data.astype(jnp.float32)
+    if not isinstance(scale, (float, np.ndarray)):
+        scale = _scale_of_sum(p, update, fmt.max)
+        spread = broadcast_scale(scale, data)
+        # The quotient of a scale of zeros leaves FP32, and would make them NaN.
+        shrunk = jnp.minimum(p.scale / scale, np.float32(MAX_SCALE))
+        total = total * broadcast_scale(shrunk, data)
+    exact = total = total + update * (1 / spread)
+    if fmt is not FP32:
+        total = round_to(total, fmt, rounding, words)
+    if rest is not None:
+        # The remainder is what the rounding takes away.
+        rest = (_remainder(exact, fmt) * spread).astype(rest.dtype)
+    return total, scale, rest
 
 
 def _beside(structure: Any, tree: Any, name: str) -> list[Any]:
@@ -360,11 +338,11 @@ def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
     )
 
 
-def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
+def scaled_params(params: Any, dtype: Any) -> Any:
     """Return master weights: float arrays as ScaledArrays with `dtype` data.
 
     Their static scale is the power of two nearest to the RMS. A parameter that is all
-    zeros (a fresh bias) has no RMS. It gets the scale `zeros`, at which FP16 reaches
+    zeros (a fresh bias) has no RMS. It gets the scale 2^-6, at which FP16 reaches
     from 2^-30 to 2^10. At the smallest scale, which `as_scaled_array` takes, its
     updates would saturate.
 
@@ -377,7 +355,7 @@ def scaled_params(params: Any, dtype: Any, *, zeros: float = 2.0**-6) -> Any:
     flat = leaves(params)
     arrays = [x for x in flat if is_weight(x)]
     powers = [float(_rms_scale(x)) for x in arrays]
-    scales = [zeros if power == MIN_SCALE else power for power in powers]
+    scales = [2.0**-6 if power == MIN_SCALE else power for power in powers]
     data = [
         _at_scale(x, np.float32(scale), np.dtype(dtype))
         for x, scale in zip(arrays, scales, strict=True)
