@@ -11,7 +11,8 @@ The format of a product is decided here:
 - `_product`: 16 bits (FP8 data counts as FP16), or FP32. It is FP32 where plain code
   has it in FP32, which `reference_trace` marks by the precision `IN_FULL`, and where it
   may select elements (`_may_select_elements`). So it is, at the default precision, with
-  FP32 data and where a sum has one term (`products.is_narrow_product`).
+  FP32 data, where a sum has one term and where a convolution has groups
+  (`products.is_narrow_product`).
 - FP8 is the user's choice, `ops.matmul.Fp8DotGeneral`: `composites._fp8`.
 - Attention has 16 bits (`composites._attention`). Other composites without a rule in
   `composites`, as `linear_cross_entropy`, have FP32 products.

@@ -32,7 +32,7 @@ from scalify_core.numerics.jaxprs import (
 # For each axis of an operand or result, a label: axes of one label are the same axis.
 # None: contracted. An integer: an axis of the batch. `_GROUP`: the matrices of a ragged
 # product. (0, axis) or (1, axis): an axis of that operand only. ("vmap", number): the
-# axis of a vmap around the call. Convolutions: "batch" and "feature".
+# axis of a vmap around the call.
 Labels = list[Any]
 _GROUP = "group"
 
@@ -52,8 +52,6 @@ class Reading(NamedTuple):
 
 def readings(eqn: Any) -> list[Reading]:
     """Return how a product can read each operand."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return _of_conv(eqn)
     operands, _ = product_labels(eqn)
     out = []
     for x, axis_labels in zip(eqn.invars, operands, strict=False):
@@ -71,8 +69,6 @@ def scales_of_result(
 
     Both broadcast to the result.
     """
-    if eqn.primitive.name == "conv_general_dilated":
-        return _conv_scales(eqn, a, b)
     (lhs, rhs), result = product_labels(eqn)
     scale = scale_for(a, lhs, result)
     if _GROUP in rhs and _shape(b)[rhs.index(_GROUP)] > 1:
@@ -89,6 +85,8 @@ def scales_of_result(
 def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
     """Return the labels of the axes of a product's operands and result."""
     ranks = [len(x.aval.shape) for x in eqn.invars]
+    if eqn.primitive.name == "conv_general_dilated":
+        return _conv_labels(eqn.params["dimension_numbers"], ranks[0])
     if eqn.primitive.name == "dot_general":
         return dot_labels(eqn.params["dimension_numbers"], ranks)
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -116,68 +114,20 @@ def dot_labels(dims: Any, ranks: Sequence[int]) -> tuple[tuple[Labels, Labels], 
     return (lhs, rhs), [*range(len(dims[1][0])), *free]
 
 
-def contracted_size(eqn: Any) -> int:
-    """Return the number of terms in each element of a product's result.
-
-    Convolutions and grouped products return 2: any number above 1 serves.
-    """
-    if eqn.primitive.name != "dot_general":
-        return 2
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes)
-
-
 def each_index(shape: Sequence[int], axes: Any) -> Parts:
     """Return the parts in which each index along these axes is one part."""
     return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))
 
 
-def _of_conv(eqn: Any) -> list[Reading]:
-    """Return how a convolution can read its operands.
-
-    It may have scales for the batch on the left, output features on the right, and
-    groups in both.
-    """
-    numbers, params = eqn.params["dimension_numbers"], eqn.params
-    (batch, feature, *_), (out_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
-    lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
-    features, batches = params["feature_group_count"], params["batch_group_count"]
-    must_lhs, may_lhs, must_rhs = [1] * len(lhs), [1] * len(lhs), [1] * len(rhs)
-    must_lhs[batch], must_lhs[feature] = batches, features
-    may_lhs[batch], may_lhs[feature] = max(lhs[batch], 1), features
-    must_rhs[out_feature] = max(features, batches)
-    return [
-        Reading(tuple(must_lhs), tuple(may_lhs)),
-        Reading(tuple(must_rhs), each_index(rhs, (out_feature,))),
-    ]
-
-
-def _conv_scales(eqn: Any, a: Value, b: Value) -> tuple[Any, Any]:
-    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
-    image: Labels = [None] * len(out)
-    kernel: Labels = [None] * len(out)
-    result: Labels = [None] * len(out)
-    table: Labels = ["batch", "feature"]
-    for axis_labels, spec in ((image, numbers.lhs_spec), (result, numbers.out_spec)):
-        axis_labels[spec[0]], axis_labels[spec[1]] = table
-    kernel[numbers.rhs_spec[0]] = "feature"
-    scale = scale_for(a, image, table)
-    if jnp.ndim(scale):
-        features = out[numbers.out_spec[1]]
-        scale = placed(_of_groups(scale, eqn.params, features), table, result)
-    return scale, scale_for(b, kernel, result)
-
-
-def _of_groups(table: Any, params: Any, features: int) -> Any:
-    """Return scales [batch, features] of the left operand as those of a result."""
-    groups, batches = params["feature_group_count"], params["batch_group_count"]
-    if table.shape[1] > 1:
-        return jnp.repeat(
-            table[:, :: table.shape[1] // groups], features // groups, axis=1
-        )
-    if batches > 1 and table.shape[0] > 1:
-        return jnp.repeat(table.reshape(batches, -1).T, features // batches, axis=1)
-    return table
+def _conv_labels(numbers: Any, rank: int) -> tuple[tuple[Labels, Labels], Labels]:
+    """Return the labels of a convolution: one of images, and one of kernels."""
+    lhs: Labels = [None] * rank
+    rhs: Labels = [None] * rank
+    result: Labels = [None] * rank
+    image, kernel = numbers.lhs_spec[0], numbers.rhs_spec[0]
+    lhs[image] = result[numbers.out_spec[0]] = (0, image)
+    rhs[kernel] = result[numbers.out_spec[1]] = (1, kernel)
+    return (lhs, rhs), result
 
 
 def _group_of_each(group_sizes: Any, rows: int) -> Any:
@@ -288,7 +238,16 @@ _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 
 def is_narrow_product(eqn: Any) -> bool:
     """Return whether a product may read its operands in a narrow format."""
-    return eqn.params["precision"] != IN_FULL and contracted_size(eqn) > 1
+    params = eqn.params
+    if params["precision"] == IN_FULL:
+        return False
+    if eqn.primitive.name == "dot_general":
+        (axes, _), _ = params["dimension_numbers"]
+        # A sum of one term would only be rounded.
+        return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes) > 1
+    # Groups of a convolution, such as the entries of a vmap, may have other sizes.
+    groups = params.get("feature_group_count", 1), params.get("batch_group_count", 1)
+    return max(groups) == 1
 
 
 @per_jaxpr
