@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -127,6 +127,18 @@ class Row:
             self.lost_at = when
 
     @property
+    def name(self) -> str:
+        """Return the primitive, and the pass that it belongs to if that is backward."""
+        if self.place.backward:
+            return f"{self.primitive} of the backward pass"
+        return self.primitive
+
+    @property
+    def is_float32(self) -> bool:
+        """Return whether the tensor is never stored in a narrow format."""
+        return self.dtype == "float32"
+
+    @property
     def weight(self) -> tuple[bool, float, float]:
         """Return the key that tables choose rows by.
 
@@ -202,46 +214,34 @@ class Explanation:
         """Return the `top` most telling rows, or all, in program order under their
         lines.
         """
-        if top is None:
-            wanted = self.rows
-        else:
-            wanted = sorted(self.rows, key=lambda row: row.weight, reverse=True)[:top]
-        chosen = {id(row) for row in wanted}
-        blocks = [
-            (place, [_cells(row) for row in rows if id(row) in chosen])
-            for place, rows in self.lines().items()
-        ]
-        blocks = [(place, cells) for place, cells in blocks if cells]
-        cells_of_rows = [row for _, cells in blocks for row in cells]
-        widths = [
-            max(map(len, column))
-            for column in zip(_TITLES, *cells_of_rows, strict=True)
-        ]
-        return "\n".join(_aligned(blocks, widths))
+        wanted = sorted(self.rows, key=lambda row: row.weight, reverse=True)[:top]
+        chosen = set(map(id, wanted))
+        columns = zip(_TITLES, *map(_cells, wanted), strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        lines = [_line(_TITLES, widths)]
+        for place, rows in self.lines().items():
+            shown = [_line(_cells(row), widths) for row in rows if id(row) in chosen]
+            if shown:
+                lines += [str(place), *shown]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, top: int = TOP) -> str:
         """Return a summary, and a table of the `top` most telling rows."""
-        count = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
-        worst = f"largest error of a result: {max(self.errors, default=0.0):.2e}"
-        if self.first_loss:
-            loss = f"first loss: {self.first_loss}"
-        else:
-            loss = self._without_loss()
-        if len(self.rows) <= top:
-            shown = ""
-        else:
-            shown = f"; shown are the {top} most telling ones"
+        text = f"{len(self.rows)} results of equations at {len(self.lines())} lines"
+        if len(self.rows) > top:
+            text += f"; shown are the {top} most telling ones"
+        text += f"; largest error of a result: {max(self.errors, default=0.0):.2e}\n"
+        loss = self.first_loss
+        text += f"first loss: {loss}" if loss else self._without_loss()
         if self.unknown:
-            unknown = (
+            text += (
                 "\nproducts that plain code has in FP32 may be narrow in this program:"
                 f" {self.unknown}"
             )
-        else:
-            unknown = ""
-        return f"{count}{shown}; {worst}\n{loss}{unknown}\n\n{self.table(top)}"
+        return f"{text}\n\n{self.table(top)}"
 
     def _without_loss(self) -> str:
         """Return the summary where no equation loses much.
@@ -275,35 +275,27 @@ class Explanation:
             return ""
         return (
             f"; but zero in {row.dtype} beside much larger ones are"
-            f" {row.figures.flushed:.1%} of the elements of {row.place},"
-            f" {_named(row.primitive, row.place)}"
+            f" {row.figures.flushed:.1%} of the elements of {row.place}, {row.name}"
         )
-
-
-def _is_float32(row: Row) -> bool:
-    """Return whether the tensor of a row is never stored in a narrow format."""
-    return row.dtype == "float32"
 
 
 def _sentence(row: Row, origin: Row) -> str:
     f = row.figures
+    zero, lost = f"zero in {row.dtype}", f"its last bits are lost in {row.dtype}"
+    if row.is_float32:
+        zero, lost = "zero, which are not in plain FP32", "it differs"
     what = []
     if f.flushed > 0:
-        if _is_float32(row):
-            zero = "zero, which are not in plain FP32"
-        else:
-            zero = f"zero in {row.dtype}"
         what.append(
             f"{f.flushed:.1%} of its elements ({f.flushed_norm:.1%} of its norm) are"
             f" {zero}"
         )
     if f.saturated > 0:
         what.append(f"{f.saturated:.1%} of its elements saturate in {row.dtype}")
-    lost = " and ".join(what) or (
-        "it differs" if _is_float32(row) else f"its last bits are lost in {row.dtype}"
-    )
-    turn = "" if row.turns < 2 else f", in one of {row.turns} turns"
-    where = f"{row.place}, {_named(row.primitive, row.place)}{turn}"
+    lost = " and ".join(what) or lost
+    where = f"{row.place}, {row.name}"
+    if row.turns > 1:
+        where += f", in one of {row.turns} turns"
     reason = _reason(row, origin)
     return f"{where}: {lost}, an error of {_error(f.error)}, because {reason}"
 
@@ -311,7 +303,7 @@ def _sentence(row: Row, origin: Row) -> str:
 def _reason(row: Row, origin: Row) -> str:
     """Return the cause of a loss, and the remedy."""
     astray = row.figures.astray
-    if abs(astray) <= ASTRAY and _is_float32(row):
+    if abs(astray) <= ASTRAY and row.is_float32:
         return (
             "what it is computed from, in FP32, was rounded before: a comparison, a"
             " maximum or a sign went the other way there, or what was small beside"
@@ -328,22 +320,20 @@ def _reason(row: Row, origin: Row) -> str:
     size = "large" if astray < 0 else "small"
     where = "there"
     if (origin.place, origin.primitive) != (row.place, row.primitive):
-        where = f"at {origin.place}, {_named(origin.primitive, origin.place)}, where"
+        where = f"at {origin.place}, {origin.name}, where"
         where += " it begins to be"
     return f"its scale is 2^{abs(astray):.1f} too {size}; put {rescale} {where}"
 
 
-def _named(primitive: str, place: Place) -> str:
-    return primitive + (" of the backward pass" if place.backward else "")
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     f = row.figures
-    name = row.primitive + (" (backward)" if row.place.backward else "")
+    name = row.primitive
+    if row.place.backward:
+        name += " (backward)"
     if row.place.library:
         name += f" in {row.place.library}"
     return (
-        _cut(name, 34),
+        name if len(name) <= 34 else name[:32] + "..",
         "x".join(map(str, row.shape)) or "scalar",
         row.dtype,
         _power(f.scale),
@@ -355,27 +345,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _aligned(
-    blocks: Sequence[tuple[Place, list[tuple[str, ...]]]], widths: Sequence[int]
-) -> Iterator[str]:
-    yield _line(_TITLES, widths)
-    for place, cells in blocks:
-        yield str(place)
-        yield from (_line(row, widths) for row in cells)
-
-
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Return a line of the table: names aligned left, figures right."""
     padded = [
         f"{cell:{'<' if i < 3 else '>'}{widths[i]}}" for i, cell in enumerate(cells)
     ]
     return "  ".join(["", *padded]).rstrip()
-
-
-def _cut(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    return text[: length - 2] + ".."
 
 
 def _power(x: float) -> str:
