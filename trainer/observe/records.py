@@ -5,6 +5,7 @@ full disk can tear the last one. On resume the later records are cut off, and ro
 are out of order are sorted.
 """
 
+import itertools
 import json
 import math
 import re
@@ -230,6 +231,10 @@ def _truncate(path: Path, size: int) -> None:
             file.truncate(size)
 
 
+# Figures of a tensor that every layer has; those of blocks only some have.
+COMMON_FIGURES = ("exponent", "rms", "saturated", "underflow")
+
+
 def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Return the row with extremes over the layers in place of each layer's numerics.
 
@@ -250,22 +255,17 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
         else:
             short_row[name] = value
     for kind, layers in numerics.items():
-        arrays = {
-            figure: np.array([layer.get(figure, math.nan) for layer in layers.values()])
-            for figure in ("underflow", "saturated", "rms", "exponent")
-        }
-        names = {figure for layer in layers.values() for figure in layer}
-        for figure in sorted(names - arrays.keys()):  # only layers with blocks have it
-            values = [layer[figure] for layer in layers.values() if figure in layer]
-            arrays[figure] = np.array(values)
-        shares = [figure for figure in arrays if figure not in ("rms", "exponent")]
-        for figure in shares:
-            short_row[f"numerics/{kind}/{figure}_max"] = float(arrays[figure].max())
-        nonzero = arrays["rms"] != 0
-        if not nonzero.any():
-            continue
-        for figure in ("rms", "exponent"):
-            of_nonzero = arrays[figure][nonzero]
-            short_row[f"numerics/{kind}/{figure}_min"] = float(of_nonzero.min())
-            short_row[f"numerics/{kind}/{figure}_max"] = float(of_nonzero.max())
+        nonzero = [layer for layer in layers.values() if layer.get("rms") != 0]
+        for figure in sorted({*COMMON_FIGURES, *itertools.chain(*layers.values())}):
+            is_share = figure not in ("rms", "exponent")
+            values = [
+                layer.get(figure, math.nan)
+                for layer in (layers.values() if is_share else nonzero)
+                if figure in layer or figure in COMMON_FIGURES
+            ]
+            if values:
+                name = f"numerics/{kind}/{figure}"
+                short_row[f"{name}_max"] = float(np.max(values))
+                if not is_share:
+                    short_row[f"{name}_min"] = float(np.min(values))
     return short_row

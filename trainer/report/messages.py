@@ -382,8 +382,7 @@ def farewell(
 
     `has_launcher`: whether the run has a launcher, which prints how to resume.
     """
-    say = loop.session.display.message
-    run_dir = str(loop.session.run_dir)
+    say, run_dir = loop.session.display.message, loop.session.run_dir
     program = program_command()
     resume = f"{program} {override('resume', run_dir)}"
     if code:
@@ -411,12 +410,11 @@ def farewell(
         "checkpoints",
         "config.yaml",
     )
-    folder = loop.session.run_dir
     # samples.txt is empty where nothing was sampled.
     results = ", ".join(
         name
         for name in names
-        if (folder / name).exists() and (folder / name).stat().st_size
+        if (run_dir / name).exists() and (run_dir / name).stat().st_size
     )
     say(f"done: {loop.step} steps. Everything is in {run_dir}: {results}")
     if not loop.session.owns_process:

@@ -102,8 +102,8 @@ def subject(run: RunRecords) -> str:
     text = ""
     if "text" in facts:
         read = (
-            f"{run.number('training tokens'):,} training tokens, read {run.epochs:.1f}"
-            " times"
+            f"{run.number('training tokens'):,} training tokens, read"
+            f" {short(run.epochs)} times"
         )
         ids = (
             f"tokenizer {facts.get('tokenizer', '-')}, {run.number('vocabulary'):,} ids"

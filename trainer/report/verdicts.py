@@ -60,6 +60,12 @@ UNDERFLOW_LIMITS = (0.01, 0.1)
 # deviations. The watchdog judges only after `watchdog.spike_window` losses.
 JUMP, JUMP_SIGMAS, JUMP_WINDOW = 0.2, 8.0, 8
 
+EVENT_NAMES = {  # of the watchdog's events, by how they start
+    "stalled": "stalled",
+    "no progress": "ended because it hung",
+    "not stopped within": "ended because it did not stop",
+}
+
 
 class Verdict(NamedTuple):
     """A grade, and the reason, most important line first."""
@@ -299,12 +305,9 @@ def healthy(run: RunRecords) -> Verdict:
         "skipped (not finite)": skipped,
         "rolled back": int(last.get("watchdog/rollbacks", 0)),
         "spiking": sum(": spike" in text for text in texts),
-        "stalled": sum(text.startswith("stalled") for text in texts),
-        "ended because it hung": sum(text.startswith("no progress") for text in texts),
-        "ended because it did not stop": sum(
-            text.startswith("not stopped within") for text in texts
-        ),
     }
+    for start, name in EVENT_NAMES.items():
+        counts[name] = sum(text.startswith(start) for text in texts)
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     jump = "" if counts["spiking"] else _jumps(run)
     fp8_grade, numerics = _fp8_grade(run)
@@ -514,7 +517,7 @@ def fast(run: RunRecords) -> Verdict:
     if mfus and statistics.median(mfus) < MIN_MFU:
         return Verdict(
             FAIR,
-            f"{text}\nThat is little; a larger batch or model uses more.",
+            f"{text}\nThat is low; a larger batch or model uses more of it.",
         )
     text += f"\nSteady to the end{_slow_steps(run, MIN_SPEED * median)}."
     if mfus:
