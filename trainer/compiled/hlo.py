@@ -112,8 +112,7 @@ class Program:
         """The instructions of a run, with loops unrolled and fusions not opened.
 
         All branches of a conditional count, and one iteration of a loop of unknown
-        length (see `unknown_loops`). FP8 attention counts as if no guessed scale was
-        wrong.
+        length. FP8 attention counts as if no guessed scale was wrong.
         """
         return list(self._executed(self.entry, 1))
 
@@ -133,16 +132,6 @@ class Program:
                     yield from self._executed(self.computations[name], times)
             else:
                 yield Executed(instruction, computation, times)
-
-    @property
-    def unknown_loops(self) -> list[str]:
-        """Names of the loops of unknown length, whose content counts once."""
-        names = []
-        for computation in self.computations.values():
-            for instruction in computation.values():
-                if instruction.opcode == "while" and instruction.trip_count is None:
-                    names.append(instruction.name)
-        return names
 
     def inside(self, executed: Executed) -> Iterator[tuple[Instruction, Computation]]:
         """Yield the instruction and, recursively, those that it calls."""
