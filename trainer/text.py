@@ -27,9 +27,16 @@ LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 def nearest(name: str, valid: Sequence[str]) -> str:
     """Return `did you mean 'x'? ` if a name is close, and the valid names."""
+    names = ", ".join(sorted(valid))
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Valid: {', '.join(sorted(valid))}"
+    if close:
+        return f"did you mean {close[0]!r}? Valid: {names}"
+    return f"valid: {names}"
+
+
+def how_to_install(extra: str) -> str:
+    """Return the commands that install an optional part."""
+    return f"make extra-{extra}, or pip install '.[{extra}]'"
 
 
 def without_braces(patterns: str) -> str:

@@ -86,7 +86,7 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
         return _convert(choices[0], key, value)
     if origin is typing.Literal:
         if value not in choices:
-            raise UserError(f"{key}={value}: {nearest(value, choices)}")
+            raise UserError(f"{key}={value} is not a choice; {nearest(value, choices)}")
         return value
     if hint is bool:
         if value.lower() not in YES_NO:

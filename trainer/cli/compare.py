@@ -67,8 +67,9 @@ def run_directories(text: str) -> list[Path]:
                 " step"
             )
         raise UserError(
-            f"runs={text}: found {len(runs)} runs with a metrics.jsonl{without};"
-            " valid: 2 or more, of tracker=jsonl, tensorboard or wandb"
+            f"runs={text}: found {', '.join(map(str, runs)) or 'no run'} with a"
+            f" metrics.jsonl{without}; valid: 2 or more runs of tracker=jsonl,"
+            " tensorboard or wandb"
         )
     return runs
 

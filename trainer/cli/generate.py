@@ -52,8 +52,9 @@ def prompts_of(args: Arguments) -> Iterator[str]:
         try:
             text = read_file(file).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(
-                f"prompts={args.prompts} cannot be read ({error}); give a text file, a"
+                f"prompts={args.prompts} cannot be read ({reason}); give a text file, a"
                 " prompt a line"
             ) from None
         # `splitlines` would split at form feeds too.

@@ -7,8 +7,8 @@ Takes the keys of training, and those below. The vocabulary is that of the data'
 tokenizer, by default 256 bytes: give model.vocab_size, or the planned model is smaller
 than the one you mean.
 
-No GPU is needed: XLA's GPU compiler runs on this machine; `pip install '.[plan]'`
-installs it.
+No GPU is needed: XLA's GPU compiler runs on this machine; `make extra-plan`, or
+`pip install '.[plan]'`, installs it.
 """
 
 import json

@@ -29,7 +29,7 @@ from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain
-from trainer.text import show
+from trainer.text import how_to_install, show
 
 # The start of a line of Ray's log, or of a message of Ray about a lost process.
 RAY_LINE = (
@@ -82,8 +82,8 @@ try:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:
     raise UserError(
-        f"launcher=ray needs ray[train] 2.60 ({missing}); make extra-ray, or pip"
-        " install 'scalify-trainer[ray]', on all machines"
+        f"launcher=ray needs ray[train] 2.60 ({missing}); {how_to_install('ray')}, on"
+        " all machines"
     ) from missing
 
 # Seconds after which Ray frees what a killed command requested, for the next command.

@@ -87,9 +87,9 @@ def split_arguments[T](
         valid = _keys_in(group_name)
         if key not in {name.partition(".")[0] for name in valid}:
             close = nearest_keys(key, [*command_keys, *valid])
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            hint = f"did you mean {' or '.join(close)}? Valid" if close else "valid"
             raise UserError(
-                f"unknown key {key}; {hint}Valid: {', '.join(command_keys)}, and keys"
+                f"unknown key {key}; {hint}: {', '.join(command_keys)}, and keys"
                 f" of {group_name or 'training'}; --help explains them"
             )
     return parse(cls, command_argv), overrides

@@ -386,6 +386,8 @@ def _describe_unreadable(text: str, argv: Sequence[str]) -> str:
                 f"{argument}: braces are not understood in a pattern; list the"
                 f" patterns: {listed}"
             )
+    if missing := re.search(r"'([^']+)' missing EQUAL", text):
+        return f"{missing[1]!r}: expected key=value; --help lists the keys"
     for argument in filter(_is_unreadable, argv):
         key, _, value = " ".join(argument.split()).partition("=")
         if "'" not in value and not value.startswith("["):

@@ -245,7 +245,7 @@ def no_match(path: str) -> UserError:
         problem = "no file is in directory"
     elif glob.has_magic(path):
         problem = "no file matches"
-    return UserError(f"{problem} {path} (looked from {Path.cwd()}); correct data.paths")
+    return UserError(f"{problem} {path} (looked from {Path.cwd()}); correct the path")
 
 
 def folder_of(path: str, first_file: Path) -> str:

@@ -27,6 +27,7 @@ from trainer.compiled.memory import held_bytes
 from trainer.errors import UserError
 from trainer.parallel.mesh import make_mesh
 from trainer.plan.targets import CUDNN_VERSION, Target
+from trainer.text import how_to_install
 
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-nvvm", "nvidia-cuda-nvcc")
 # Autotuning measures kernels on a device. Nothing reads the machine code, so it is
@@ -87,7 +88,7 @@ def check_packages() -> None:
         except importlib.metadata.PackageNotFoundError:
             raise UserError(
                 f"compiling for a GPU without one needs {package}, which is not"
-                " installed; pip install '.[plan]' (needs no GPU), or: pip install"
+                f" installed; {how_to_install('plan')} (needs no GPU), or: pip install"
                 f" {' '.join(PACKAGES)}"
             ) from None
     for package in PACKAGES[:2]:

@@ -139,7 +139,7 @@ class RunRecords:
         if all("event" in row for row in rows):
             raise UserError(
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"
-                " with tracker=jsonl or wandb"
+                " with tracker=jsonl, tensorboard or wandb"
             )
         with well_formed(f"a record in {run_dir}", "repair or remove the file"):
             numerics = []

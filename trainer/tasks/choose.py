@@ -8,6 +8,7 @@ from trainer.errors import UserError
 from trainer.tasks import harness
 from trainer.tasks.eval_model import EvalModel
 from trainer.tasks.offline import BYTES, ITEMS, TASKS, Item, Scores, items_of
+from trainer.text import how_to_install
 
 BATCH = 16  # sequences at once by default
 
@@ -73,8 +74,8 @@ def choose_tasks(
         if not harness.is_installed():
             raise UserError(
                 f"tasks: {others[0]!r} is not one of {', '.join(TASKS)}, which need"
-                " nothing; those of lm-evaluation-harness need its package: pip"
-                " install '.[lm-eval]'"
+                " nothing; those of lm-evaluation-harness need its package:"
+                f" {how_to_install('lm-eval')}"
             )
         known = harness.manager()
         harness.check_names(others, known)

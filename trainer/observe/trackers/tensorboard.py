@@ -26,6 +26,7 @@ from trainer.files import (
 )
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
+from trainer.text import how_to_install
 
 PACKAGE = "tensorboardX"
 HEADER = struct.Struct("<QI")
@@ -39,8 +40,8 @@ def check_installed() -> None:
     """Raise UserError if tensorboardX is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
-            f"tracker=tensorboard needs package {PACKAGE}, which is not installed; "
-            "pip install 'scalify-trainer[tensorboard]', or choose tracker=jsonl"
+            f"tracker=tensorboard needs package {PACKAGE}, which is not installed;"
+            f" {how_to_install('tensorboard')}, or choose tracker=jsonl"
         )
 
 

@@ -78,9 +78,11 @@ def test_help_lists_choices_once(monkeypatch, capsys):
         (["evalute"], "evalute: there is no such command; did you mean 'evaluate'"),
         (["evaluate", "run_dri=x"], "unknown key run_dri; did you mean 'run_dir'"),
         (["plan", "steps=8"], "unknown key steps; did you mean train.steps"),
-        (["prepare-data", "train.steps=8"], "unknown key train.steps; Valid: verify"),
+        (["prepare-data", "train.steps=8"], "unknown key train.steps; valid: verify"),
         (["--config-name", "own"], "config=FILE"),
         (["precision=fp8"], "choose one of deepseek_fp8, fp8_current, fp8_delayed"),
+        (["train.steps"], "'train.steps': expected key=value; --help lists the keys"),
+        (["export", "dtype=fp8"], "dtype=fp8 is not a choice; valid: auto, bf16, fp16"),
         # integers that JAX lacks
         (["generate", "run_dir=x", "top_k=3000000000"], "at most 2147483647"),
         (["explain", "run_dir=x", f"batch={10**19}"], "at most 2147483647"),

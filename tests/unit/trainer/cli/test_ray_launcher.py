@@ -18,7 +18,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys, tm
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2
     assert "error: launcher=ray needs ray[train] 2.60" in line
-    assert "pip install 'scalify-trainer[ray]', on all machines" in line
+    assert "pip install '.[ray]', on all machines" in line
 
 
 def test_without_a_cluster_one_line_says_how_to_start_one(monkeypatch):

@@ -260,7 +260,7 @@ def test_a_run_of_every_source_of_data_goes_on_and_is_forked(saved):
 
 def test_a_run_of_a_family_that_is_not_known_is_refused(saved):
     save(saved | {"model": {"name": "mine", "family": "tiny"}})
-    message = "resume=old is a tiny, which is not known; Valid: gpt2"
+    message = "resume=old is a tiny, which is not known; valid: gpt2"
     with pytest.raises(UserError, match=message):
         compose_config(["resume=old"])
 

@@ -59,5 +59,5 @@ def test_a_missing_file_and_an_experiment_beside_one_are_refused(write):
 
 @pytest.mark.parametrize("choice", ["${oc.env:HOME}", "../../../../tmp/evil", "a,b"])
 def test_a_choice_is_one_of_ours_and_nothing_that_hydra_resolves(write, choice):
-    with pytest.raises(UserError, match="is not a choice; Valid"):
+    with pytest.raises(UserError, match="is not a choice; valid"):
         compose_config([write(f"optimizer: {choice!r}")])

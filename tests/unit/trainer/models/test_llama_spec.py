@@ -14,7 +14,7 @@ from trainer.models.llama.spec import RopeScaling
     ("spec", "change", "message"),
     [
         (SPEC, {"mlp": "gelu"}, "model.mlp=gelu is not a choice; did you mean 'swig"),
-        (SPEC, {"remat": "dots"}, "remat=dots is not a choice; Valid: block, checkp"),
+        (SPEC, {"remat": "dots"}, "remat=dots is not a choice; valid: block, checkp"),
         (SPEC, {"align_channels": 65}, "=65: expected at most the MLP's 64"),
         (GPT2, {"n_head": 3}, "model.d_model=16 is not a multiple of model.n_head=3"),
         (GPT2, {"n_layer": 0}, "model.n_layer=0: expected at least 1"),
