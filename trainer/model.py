@@ -159,8 +159,8 @@ class Model(NamedTuple):
     ) -> jax.Array:
         """Return the loss in the run's precision, without dropout."""
         method = self.policy.method
-        loss = method.through(self.loss, self.policy)
-        arguments = method.arguments(state.scaling)
+        loss = method.transform(self.loss, self.policy)
+        arguments = method.loss_arguments(state.scaling)
         return asarray(loss(state.params, tokens, segments, None, **arguments))
 
     def differentiate(self) -> Differentiate:

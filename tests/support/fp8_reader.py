@@ -111,5 +111,5 @@ def logits(folder, model, layout, like, tokens):
         return p.astype(like.dtype)
 
     params = jax.tree.map(store, like, params, is_leaf=is_scaled_array)
-    forward = policy.method.through(lambda p, t: read.bind(p)(t), policy)
+    forward = policy.method.transform(lambda p, t: read.bind(p)(t), policy)
     return asarray(jax.jit(forward)(params, tokens))

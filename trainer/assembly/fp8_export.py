@@ -91,7 +91,7 @@ def fp8_kernels(model: Model, params: Params, scaling: Any) -> dict[str, Fp8Kern
       scaling: of the state.
     """
     method, spec = model.policy.method, model.spec
-    arguments = method.arguments(scaling)
+    arguments = method.loss_arguments(scaling)
     if spec.scan_layers:
         params = unstack_layers(params)
         arguments = {k: unstack_layers(v) for k, v in arguments.items()}
@@ -170,7 +170,7 @@ def propagated_scales(
     method = model.policy.method
     # so many sequences that FP8 matmuls take their rows
     tokens = jnp.zeros((method.multiple, model.spec.context), jnp.int32)
-    scales: dict[str, jax.Array] = jax.jit(method.through(record, model.policy))(
+    scales: dict[str, jax.Array] = jax.jit(method.transform(record, model.policy))(
         params, tokens, **arguments
     )
     return asarray(scales)

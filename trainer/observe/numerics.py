@@ -319,17 +319,17 @@ def gradients(
 
             training = model.training._replace(bind=bind_probed)
             return model._replace(training=training).loss(
-                params, tokens, segments, keys_B, **method.arguments(state.scaling)
+                params, tokens, segments, keys_B, **method.loss_arguments(state.scaling)
             )
 
-        factor = jnp.asarray(method.factor(state.scaling))
-        return jax.vjp(loss, params, slots)[1](factor)
+        loss_scale = jnp.asarray(method.loss_scale(state.scaling))
+        return jax.vjp(loss, params, slots)[1](loss_scale)
 
     micro_batch: Tokens = jax.tree.map(lambda x: x[0], batch)
-    grads, filled_slots = method.through(probed_gradients, model.policy)(
+    grads, filled_slots = method.transform(probed_gradients, model.policy)(
         state.params, make_slots(model), *micro_batch, keys_B
     )
-    return method.unscaled(grads, state.scaling), filled_slots
+    return method.unscale(grads, state.scaling), filled_slots
 
 
 def leaves_by_name(tree: Any, field: str | None = None) -> dict[str, Any]:

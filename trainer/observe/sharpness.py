@@ -105,9 +105,11 @@ def make_losses(
     def losses(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        forward = method.through(last_logits, model.policy)
+        forward = method.transform(last_logits, model.policy)
         logits_NxV = asarray(
-            forward(state.params, tokens, segments, **method.arguments(state.scaling))
+            forward(
+                state.params, tokens, segments, **method.loss_arguments(state.scaling)
+            )
         )
         logits_NxV = logits_NxV.astype(jnp.float32)
         targets_N = tokens[:, -1]

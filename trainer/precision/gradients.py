@@ -22,7 +22,7 @@ LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
 FIRST_LOSS_SCALE = 2.0**15
-# finite steps after which the loss scale doubles; a step that is not finite halves it
+# After so many finite steps the loss scale doubles.
 GROWTH_STEPS = 2000
 
 
@@ -93,8 +93,8 @@ def scalified(fun: Callable[..., Any], policy: PrecisionFields) -> Callable[...,
 
 
 class LossScale(NamedTuple):
-    """State of dynamic loss scaling: the factor (FP32), and the finite steps since it
-    changed (int32).
+    """State of dynamic loss scaling: the loss scale (FP32), and the finite steps since
+    it changed (int32).
     """
 
     value: jax.Array
@@ -107,7 +107,7 @@ def first_loss_scale() -> LossScale:
 
 
 def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
-    """Return the gradient of the loss times the factor, divided by it in FP32."""
+    """Return the gradient of the loss times its scale, divided by it in FP32."""
 
     def call(
         params: Any, scaling: LossScale, *batch: Any
@@ -122,16 +122,16 @@ def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
     return call
 
 
-def divided(grads: Any, factor: jax.Array) -> Any:
-    """Return the gradients in FP32, divided by the factor of the loss."""
-    return jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
+def divided(grads: Any, loss_scale: jax.Array) -> Any:
+    """Return the gradients in FP32, divided by the loss scale."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
 
 
 def next_loss_scale(
     scaling: LossScale, statistics: Any, finite: jax.Array
 ) -> LossScale:
-    """Halve the factor after a step that was not finite; double it after GROWTH_STEPS
-    finite steps.
+    """Halve the loss scale after a step that was not finite; double it after
+    GROWTH_STEPS finite steps.
 
     Reference: Micikevicius et al. 2018, "Mixed Precision Training",
     https://arxiv.org/abs/1710.03740.

@@ -69,11 +69,6 @@ class Method:
                 f"precision.scaling={self.name} scales FP8 matmuls; set"
                 " precision.forward and .backward"
             )
-        if policy.weights == "fp16":
-            raise UserError(
-                "precision.weights=fp16 needs precision.scaling=propagate: FP16 weights"
-                " without a scale lose small ones"
-            )
 
     def gradient_formats(
         self, policy: "PrecisionFields"
@@ -108,7 +103,8 @@ class Method:
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the FP8 `dot_general` of the linear layer at `path`.
 
-        The settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`.
+        The settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`, among them
+        `gradient`, the format of the gradient of its output.
         """
         from scalify_core.ops.matmul import Fp8DotGeneral
 
@@ -143,7 +139,7 @@ class Method:
 
         return plain(loss_fn)
 
-    def through(
+    def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
     ) -> Callable[..., Any]:
         """Return `fun(parameters, ...)` computed in the precision; its result has the
@@ -151,18 +147,18 @@ class Method:
         """
         return fun
 
-    def arguments(self, state: Any) -> dict[str, Any]:
+    def loss_arguments(self, state: Any) -> dict[str, Any]:
         """Return the keyword arguments of the loss, from the method's state."""
         return {}
 
-    def factor(self, state: Any) -> Any:
+    def loss_scale(self, state: Any) -> Any:
         """Return the FP32 scalar that multiplies the loss before it is
         differentiated.
         """
         return np.float32(1)
 
-    def unscaled(self, grads: Any, state: Any) -> Any:
-        """Return the gradients of the loss, from those of the loss times `factor`."""
+    def unscale(self, grads: Any, state: Any) -> Any:
+        """Return the gradients of the loss, from those of the scaled loss."""
         return grads
 
 
@@ -209,7 +205,7 @@ class Propagated(Method):
             value_and_grad=stateless(propagated(loss_fn, policy))
         )
 
-    def through(
+    def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
     ) -> Callable[..., Any]:
         """Return `fun` on scaled arrays whose data is in the compute dtype."""
@@ -219,10 +215,10 @@ class Propagated(Method):
 
 
 class LossScaled(Method):
-    """Dynamic loss scaling: every step that is not finite halves the factor."""
+    """Dynamic loss scaling: every step that is not finite halves the loss scale."""
 
     name = "loss_scale"
-    loss_scale_skips = 15  # halvings from the first factor, 2^15, to the least, 1
+    loss_scale_skips = 15  # halvings from the first loss scale, 2^15, to the least, 1
 
     def differentiate(
         self,
@@ -230,8 +226,8 @@ class LossScaled(Method):
         policy: "PrecisionFields",
         init_histories: Callable[[], Any],
     ) -> "Differentiate":
-        """Return the gradient of the scaled loss, divided by the factor; the state is a
-        `LossScale`.
+        """Return the gradient of the scaled loss, divided by the loss scale; the state
+        is a `LossScale`.
         """
         from trainer.precision.gradients import (
             Differentiate,
@@ -242,12 +238,12 @@ class LossScaled(Method):
 
         return Differentiate(first_loss_scale, loss_scaled(loss_fn), next_loss_scale)
 
-    def factor(self, state: Any) -> Any:
-        """Return the factor of a `LossScale`."""
+    def loss_scale(self, state: Any) -> Any:
+        """Return the value of a `LossScale`."""
         return state.value
 
-    def unscaled(self, grads: Any, state: Any) -> Any:
-        """Return the gradients in FP32, divided by the factor."""
+    def unscale(self, grads: Any, state: Any) -> Any:
+        """Return the gradients in FP32, divided by the loss scale."""
         from trainer.precision.gradients import divided
 
         return divided(grads, state.value)
@@ -287,7 +283,7 @@ class Delayed(Method):
 
         return Differentiate(init_histories, with_histories(loss_fn), next_histories)
 
-    def arguments(self, state: Any) -> dict[str, Any]:
+    def loss_arguments(self, state: Any) -> dict[str, Any]:
         """Return the histories."""
         return {"histories": state}
 
@@ -335,11 +331,6 @@ class Blocks(Method):
                 f" {policy.forward} and {policy.backward}; set"
                 f" precision.forward={forward} precision.backward={backward}"
             )
-        if policy.weights == "fp16" and not self.scaled:
-            raise UserError(
-                "precision.weights=fp16 needs precision.scaling=propagate, not"
-                f" {self.name}"
-            )
 
     def recipe(
         self,
@@ -357,10 +348,8 @@ class Blocks(Method):
         from trainer.precision.blocks import BlockScaledDot
 
         assert policy.forward is not None  # by `check`
-        forward = FloatFormat.parse(policy.forward)
-        return BlockScaledDot(
-            self.recipe(policy, forward, settings["gradient"], native=True)
-        )
+        forward, backward = FloatFormat.parse(policy.forward), settings["gradient"]
+        return BlockScaledDot(self.recipe(policy, forward, backward, native=True))
 
     def simulated(
         self,

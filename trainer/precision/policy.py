@@ -36,6 +36,11 @@ class Policy(PrecisionFields):
                 )
         self._check_products()
         self.method.check(self)
+        if self.weights == "fp16" and not self.scaled:
+            raise UserError(
+                "precision.weights=fp16 needs precision.scaling=propagate: FP16 weights"
+                " without a scale lose small ones"
+            )
         if self.propagated_update and (
             not self.scaled or self.moments_rounding == "stochastic"
         ):
@@ -154,25 +159,19 @@ class Policy(PrecisionFields):
             return "e4m3"
         return self.backward
 
-    @property
-    def weight_gradients(self) -> str:
-        """A description of the chosen matmuls' weight gradients, which a method may
-        have rounded before.
-        """
-        if not self.method.rounds_weight_gradients or self.compute in (
-            "fp32",
-            self.weight_grad,
-        ):
-            return self.weight_grad
-        return (
-            f"rounded to {self.compute} by Flax's product, kept in {self.weight_grad}"
-        )
+    def describe_gradients(self, *, is_narrow: bool) -> str:
+        """Return the formats of weights' gradients, in words.
 
-    @property
-    def wide_gradients(self) -> str:
-        """The format of the gradients of all other weights."""
-        if self.scaled:
+        `is_narrow`: of the chosen matmuls' weights; else of all others.
+        """
+        if self.scaled and not is_narrow:
             return self.compute
+        is_rounded = is_narrow and self.method.rounds_weight_gradients
+        if is_rounded and self.compute not in ("fp32", self.weight_grad):
+            return (
+                f"rounded to {self.compute} by Flax's product, kept in"
+                f" {self.weight_grad}"
+            )
         return self.weight_grad
 
     @property

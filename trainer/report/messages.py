@@ -278,7 +278,7 @@ def describe_precision(model: Model) -> str:
     """Return the formats of computation and storage, and the FP8 matmuls."""
     policy = model.policy
     skipped = model.skipped
-    gradients = policy.weight_gradients if model.narrow else policy.wide_gradients
+    gradients = policy.describe_gradients(is_narrow=bool(model.narrow))
     layer_count = len(model.narrow) + len(skipped)
     attention = describe_attention(model)
     matmuls = f"matmuls in {policy.compute}{attention}"

@@ -98,13 +98,13 @@ def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
         logprobs, likeliest = jax.lax.map(score_group, groups)
         return logprobs.reshape(B, C), likeliest.reshape(B, C)
 
-    through = method.through(logprobs, model.policy)
+    transformed = method.transform(logprobs, model.policy)
 
     def score(
         params: Params, scaling: Any, *batch: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         logprobs_BxC, likeliest = asarray(
-            through(params, *batch, **method.arguments(scaling))
+            transformed(params, *batch, **method.loss_arguments(scaling))
         )
         return logprobs_BxC.astype(jnp.float32), likeliest
 

@@ -54,9 +54,9 @@ def trained_logits(model, params, scaling):
     def logits(params, tokens, **settings):
         return model.training.bind(params, *settings.values())(tokens)
 
-    forward = method.through(logits, model.policy)
+    forward = method.transform(logits, model.policy)
     tokens = tokens_of(model.spec)
-    return asarray(jax.jit(forward)(params, tokens, **method.arguments(scaling)))
+    return asarray(jax.jit(forward)(params, tokens, **method.loss_arguments(scaling)))
 
 
 def state_of(model):
