@@ -60,9 +60,9 @@ HADAMARD = 16
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 DEEPSEEK_BLOCK = 128
-LEAST_SCALE = np.float32(2.0**-126)  # a smaller one is flushed to zero
+LEAST_SCALE = np.float32(2.0**-126)  # smaller ones are flushed to zero
 FP8 = jnp.float8_e4m3fn, jnp.float8_e5m2
-LAST_AXES = ((1,), (1,)), ((), ())  # that a product of two BlockMatrix sums over
+LAST_AXES = ((1,), (1,)), ((), ())  # dimension numbers that sum over rows
 NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 
@@ -73,20 +73,20 @@ class BlockMatrix(NamedTuple):
       data: [rows, K], K last and padded with zeros to whole blocks; FP32 for a format
         without a dtype.
       scales: [rows, blocks]; FP32 where products are simulated.
-      whole: the scale of the tensor, FP32; None: 1.
+      tensor_scale: one more scale, of the whole tensor, FP32; None: 1.
     """
 
     data: jax.Array
     scales: jax.Array
-    whole: jax.Array | None = None
+    tensor_scale: jax.Array | None = None
 
     def widened(self) -> jax.Array:
         """Return the numbers in FP32."""
         scales = self.scales.astype(jnp.float32)
         wide = in_blocks(lambda x, s: x * s, self.data.astype(jnp.float32), scales)
-        if self.whole is None:
+        if self.tensor_scale is None:
             return wide
-        return wide * self.whole
+        return wide * self.tensor_scale
 
     @property
     def is_fp8_by_rows(self) -> bool:
@@ -104,16 +104,18 @@ class BlockMatrix(NamedTuple):
         """
 
         def native(lhs: BlockMatrix, rhs: BlockMatrix) -> jax.Array:
-            wholes = [x.whole for x in (lhs, rhs) if x.whole is not None]
+            tensor_scales = [
+                x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None
+            ]
             (out,) = jax.nn.scaled_matmul(
                 lhs.data[None],
                 rhs.data[None],
                 lhs.scales[None],
                 rhs.scales[None],
-                preferred_element_type=jnp.float32 if wholes else dtype,
+                preferred_element_type=jnp.float32 if tensor_scales else dtype,
             )
-            for whole in wholes:
-                out = out * whole
+            for scale in tensor_scales:
+                out = out * scale
             return out.astype(dtype)
 
         def in_fp32(lhs: BlockMatrix, rhs: BlockMatrix) -> jax.Array:
@@ -141,16 +143,19 @@ def in_blocks(
     return fun(blocks, scales[..., None]).reshape(x.shape)
 
 
-def summed_last(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """Return a matrix in FP32 with `axis` last, padded to whole blocks."""
+def rows_along(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """Return a matrix in FP32 whose rows run along `axis`, padded to whole blocks."""
     x = x.astype(jnp.float32)
     x = x if axis == 1 else x.T
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % length)))
 
 
-def over_rows(reduce: Callable[..., jax.Array], x: jax.Array, rows: int) -> jax.Array:
-    """Return `x` >= 0, [rows of x, blocks], reduced over groups of `rows`; each row of
-    a group gets its figure.
+def reduce_row_groups(
+    reduce: Callable[..., jax.Array], x: jax.Array, rows: int
+) -> jax.Array:
+    """Return `x` [rows of x, blocks], at least 0, reduced over groups of `rows`.
+
+    Each row of a group gets the group's result.
     """
     if rows == 1:
         return x
@@ -159,7 +164,7 @@ def over_rows(reduce: Callable[..., jax.Array], x: jax.Array, rows: int) -> jax.
     return jnp.repeat(of_group, rows, axis=0)[: len(x)]
 
 
-def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
+def block_amax(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
     """Return the largest magnitude in each block of `rows` x `length` numbers; NaN if
     one is not finite.
 
@@ -172,18 +177,18 @@ def amax_of_blocks(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
       [rows of x, blocks].
     """
     largest = jnp.max(jnp.abs(x).reshape(len(x), -1, length), axis=2)
-    largest = over_rows(jnp.max, largest, rows)
+    largest = reduce_row_groups(jnp.max, largest, rows)
     return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
 
 
-def stored(x: jax.Array, fmt: FloatFormat) -> jax.Array:
+def round_to(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     """Return FP32 numbers rounded to a format; in FP32 where it has no dtype."""
     if fmt.dtype is None:
         return fmt.quantize(x)
     return fmt.cast(x)
 
 
-def on_powers_of_two(
+def round_on_pow2_scales(
     x: jax.Array, fmt: FloatFormat, axis: int, length: int
 ) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of `length` along `axis`.
@@ -191,12 +196,12 @@ def on_powers_of_two(
     The scale of a block, FP32, is the least power of two on which its largest number
     fits, from 2^-126 to 2^127.
     """
-    x = summed_last(x, axis, length)
-    wanted = amax_of_blocks(x, length) / np.float32(fmt.max)
-    below = pow2_floor(wanted)
-    scales = jnp.where(below < wanted, 2 * below, below)
+    x = rows_along(x, axis, length)
+    exact_scales = block_amax(x, length) / np.float32(fmt.max)
+    below = pow2_floor(exact_scales)
+    scales = jnp.where(below < exact_scales, 2 * below, below)
     data = in_blocks(lambda x, s: x * pow2_inverse(s), x, scales)
-    return BlockMatrix(stored(data, fmt), scales)
+    return BlockMatrix(round_to(data, fmt), scales)
 
 
 def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
@@ -204,7 +209,7 @@ def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatri
 
     `native`: scales are E8M0.
     """
-    out = on_powers_of_two(x, fmt, axis, MX_BLOCK)
+    out = round_on_pow2_scales(x, fmt, axis, MX_BLOCK)
     if native:
         out = out._replace(scales=out.scales.astype(jnp.float8_e8m0fnu))
     return out
@@ -212,7 +217,7 @@ def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatri
 
 def rowwise(x: jax.Array, fmt: FloatFormat, axis: int) -> BlockMatrix:
     """Round `x` to `fmt`, each row along `axis` on a power of two."""
-    return on_powers_of_two(x, fmt, axis, x.shape[axis])
+    return round_on_pow2_scales(x, fmt, axis, x.shape[axis])
 
 
 def deepseek(
@@ -221,10 +226,10 @@ def deepseek(
     """Round `x` to `fmt` in blocks of `rows` x 128, 128 along `axis`, on FP32 scales
     that map each block's largest number to the format's.
     """
-    x = summed_last(x, axis, DEEPSEEK_BLOCK)
-    largest = amax_of_blocks(x, DEEPSEEK_BLOCK, rows)
+    x = rows_along(x, axis, DEEPSEEK_BLOCK)
+    largest = block_amax(x, DEEPSEEK_BLOCK, rows)
     scales = jnp.maximum(largest / np.float32(fmt.max), LEAST_SCALE)
-    return BlockMatrix(stored(in_blocks(jnp.divide, x, scales), fmt), scales)
+    return BlockMatrix(round_to(in_blocks(jnp.divide, x, scales), fmt), scales)
 
 
 def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
@@ -245,7 +250,7 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
     return jnp.copysign(jnp.minimum(rounded * step, FP4_MAX), x)
 
 
-def on_scales(x: jax.Array, scales: jax.Array) -> jax.Array:
+def divide_by_scales(x: jax.Array, scales: jax.Array) -> jax.Array:
     """Return `x` divided by the scales of its blocks; zeros where they are zero."""
     return in_blocks(lambda x, s: x / jnp.where(s == 0, np.float32(1), s), x, scales)
 
@@ -255,9 +260,9 @@ def fp4_error(x: jax.Array, scales: jax.Array, rows: int) -> jax.Array:
 
     `rows`: of a block. All rows of it get the sum of its errors.
     """
-    rounded = in_blocks(jnp.multiply, fp4(on_scales(x, scales)), scales)
+    rounded = in_blocks(jnp.multiply, fp4(divide_by_scales(x, scales)), scales)
     error = jnp.sum(jnp.square(rounded - x).reshape(*scales.shape, -1), axis=2)
-    return over_rows(jnp.sum, error, rows)
+    return reduce_row_groups(jnp.sum, error, rows)
 
 
 def nvfp4(
@@ -283,23 +288,23 @@ def nvfp4(
       native: numbers and scales are in their narrow dtypes.
     """
     bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
-    x = summed_last(x, axis, NVFP4_BLOCK)
+    x = rows_along(x, axis, NVFP4_BLOCK)
     if bits is not None:
-        bits = summed_last(bits, axis, NVFP4_BLOCK)
+        bits = rows_along(bits, axis, NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(x))
-    most = FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
-    whole = jnp.maximum(largest / np.float32(FP4_MAX * most), LEAST_SCALE)
-    x = x / whole
-    largest = amax_of_blocks(x, NVFP4_BLOCK, rows)
+    max_scale = FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
+    tensor_scale = jnp.maximum(largest / np.float32(FP4_MAX * max_scale), LEAST_SCALE)
+    x = x / tensor_scale
+    largest = block_amax(x, NVFP4_BLOCK, rows)
     scales = E4M3.quantize(largest / np.float32(FP4_MAX))
     if four_over_six:
         scales_at_4 = E4M3.quantize(largest / np.float32(4))
         is_closer = fp4_error(x, scales_at_4, rows) < fp4_error(x, scales, rows)
         scales = jnp.where(is_closer, scales_at_4, scales)
-    data = fp4(on_scales(x, scales), bits)
+    data = fp4(divide_by_scales(x, scales), bits)
     if native:
         data, scales = data.astype(jnp.float4_e2m1fn), scales.astype(E4M3.dtype)
-    return BlockMatrix(data, scales, whole)
+    return BlockMatrix(data, scales, tensor_scale)
 
 
 Cast = Callable[[jax.Array, int], BlockMatrix]
@@ -314,16 +319,16 @@ class Recipe(NamedTuple):
       activation: casts an input [N, D].
       weight: casts a kernel [D, F].
       gradient: casts the gradient of an output [N, F].
-      wide: the dtype of the operands of the forward product; None: they are cast, too.
-      mixed: multiplies the operands of the weights' gradient, [D, N] and [F, N], by
+      forward_dtype: of the operands of the forward product; None: they are cast, too.
+      mix: multiplies the operands of the weights' gradient, [D, N] and [F, N], by
         one orthogonal matrix along N, before they are cast.
     """
 
     activation: Cast
     weight: Cast
     gradient: Cast
-    wide: np.dtype | None = None
-    mixed: Callable[[jax.Array], jax.Array] = lambda x: x
+    forward_dtype: np.dtype | None = None
+    mix: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
 def mx_recipe(
@@ -359,22 +364,22 @@ def nvfp4_recipe(
     *,
     four_over_six: bool = False,
     native: bool = False,
-    wide: np.dtype | None = None,
+    forward_dtype: np.dtype | None = None,
 ) -> Recipe:
     """Return blocks of 16 along the sum, and of 16 x 16 for weights; gradients are
-    rounded stochastically [3]. `wide` is that of `Recipe`.
+    rounded stochastically [3]. See `Recipe` for `forward_dtype`.
     """
     cast = functools.partial(nvfp4, four_over_six=four_over_six, native=native)
     return Recipe(
         cast,
         functools.partial(cast, rows=NVFP4_BLOCK),
         functools.partial(cast, stochastic=True),
-        wide,
+        forward_dtype,
         lambda x: hadamard(x, HADAMARD, jnp.float32),
     )
 
 
-# of the blocks of an operand
+# The figures of an operand's blocks, see `block_figures`.
 BLOCK_FIGURES = ("block_spread", "block_underflow", "block_saturated")
 
 
@@ -393,29 +398,30 @@ def block_figures(x: jax.Array, cast: Cast, axis: int, fmt: FloatFormat) -> jax.
       axis: that the product sums over.
       fmt: of the numbers of a block.
     """
-    cut = cast(x, axis)
-    rows, length = cut.scales.shape[0], cut.data.shape[1] // cut.scales.shape[1]
-    x = summed_last(x, axis, length)
-    if cut.whole is not None:
-        x = x / cut.whole
-    largest, kept = (
+    rounded = cast(x, axis)
+    rows, blocks = rounded.scales.shape
+    length = rounded.data.shape[1] // blocks
+    x = rows_along(x, axis, length)
+    if rounded.tensor_scale is not None:
+        x = x / rounded.tensor_scale
+    amax, rounded_amax = (
         jnp.max(jnp.abs(y.astype(jnp.float32)).reshape(rows, -1, length), axis=2)
-        for y in (x, cut.data)
+        for y in (x, rounded.data)
     )
-    counted, scales = largest > 0, cut.scales.astype(jnp.float32)
-    has_scale = counted & (scales > 0)
+    is_nonzero, scales = amax > 0, rounded.scales.astype(jnp.float32)
+    has_scale = is_nonzero & (scales > 0)
     exponents = jnp.log2(jnp.where(has_scale, scales, 1))
 
     def mean(y: jax.Array, chosen: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(chosen, y, 0)) / jnp.maximum(jnp.sum(chosen), 1)
 
     center = mean(exponents, has_scale)
-    most = FP4_MAX if str(fmt) == "e2m1" else fmt.max
+    fmt_max = FP4_MAX if str(fmt) == "e2m1" else fmt.max
     return jnp.stack(
         [
             jnp.sqrt(mean(jnp.square(exponents - center), has_scale)),
-            mean(kept == 0, counted),
-            mean(has_scale & (largest > most * scales), counted),
+            mean(rounded_amax == 0, is_nonzero),
+            mean(has_scale & (amax > fmt_max * scales), is_nonzero),
         ]
     )
 
@@ -445,13 +451,13 @@ def _rounded_by(recipe: Recipe) -> Rounded:
     """Return the three products of a recipe; see `Rounded`."""
 
     def forward(x_NxD: jax.Array, w_DxF: jax.Array) -> tuple[jax.Array, Any, Any]:
-        if recipe.wide is None:
+        if recipe.forward_dtype is None:
             x = recipe.activation(x_NxD, 1)
             y_NxF = x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
         else:
-            wide_x, wide_w = x_NxD.astype(recipe.wide), w_DxF.astype(recipe.wide)
-            y_NxF = jnp.matmul(wide_x, wide_w, preferred_element_type=x_NxD.dtype)
-        kept_x = recipe.activation(recipe.mixed(x_NxD.T), 1)
+            operands = (z.astype(recipe.forward_dtype) for z in (x_NxD, w_DxF))
+            y_NxF = jnp.matmul(*operands, preferred_element_type=x_NxD.dtype)
+        kept_x = recipe.activation(recipe.mix(x_NxD.T), 1)
         # An empty slice has the dtype of the kernel's gradient.
         return y_NxF, kept_x, (recipe.weight(w_DxF, 1), w_DxF[:0])
 
@@ -460,7 +466,7 @@ def _rounded_by(recipe: Recipe) -> Rounded:
     ) -> tuple[jax.Array, jax.Array]:
         kept_w, like_w = w
         d_x_NxD = recipe.gradient(g_NxF, 1).times(kept_w, g_NxF.dtype)
-        g = recipe.gradient(recipe.mixed(g_NxF.T), 1)
+        g = recipe.gradient(recipe.mix(g_NxF.T), 1)
         return d_x_NxD, x.times(g, like_w.dtype)
 
     return Rounded(forward, backward)

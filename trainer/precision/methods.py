@@ -460,7 +460,7 @@ class Nvfp4(Blocks):
         return blocks.nvfp4_recipe(
             four_over_six=bool(policy.four_over_six),
             native=native,
-            wide=forward.dtype,  # None: four bits
+            forward_dtype=forward.dtype,  # None: four bits
         )
 
 

@@ -198,8 +198,8 @@ def test_the_three_products_of_a_layer_are_of_rounded_operands(name):
     def expected(x, w, g):
         y = round_by(recipe.activation, x, 1) @ round_by(recipe.weight, w, 0)
         d_x = round_by(recipe.gradient, g, 1) @ round_by(recipe.weight, w, 1).T
-        rounded_x = round_by(recipe.activation, recipe.mixed(x.T), 1)
-        return y, d_x, rounded_x @ round_by(recipe.gradient, recipe.mixed(g.T), 1).T
+        rounded_x = round_by(recipe.activation, recipe.mix(x.T), 1)
+        return y, d_x, rounded_x @ round_by(recipe.gradient, recipe.mix(g.T), 1).T
 
     actual = jax.jit(lambda *args: with_gradients(dot, *args))(x, w, g)
     for a, b in zip(actual, expected(x, w, g), strict=True):
