@@ -71,17 +71,17 @@ def _distinct(
     program: Program, executed: Executed
 ) -> Iterator[tuple[Instruction, Computation]]:
     """Yield what runs inside an instruction, identical instructions once."""
-    first: dict[tuple[int, str], str] = {}
+    representatives: dict[tuple[int, str], str] = {}
     seen: dict[object, str] = {}
     for instruction, computation in program.inside(executed):
         scope = id(computation)
         operands = tuple(
-            first.get((scope, name), name) for name in instruction.operands
+            representatives.get((scope, name), name) for name in instruction.operands
         )
         attributes = instruction.text.partition("metadata=")[0].rstrip(" ,")
         key = (scope, instruction.opcode, instruction.shapes, operands, attributes)
         name = seen.setdefault(key, instruction.name) if operands else instruction.name
-        first[scope, instruction.name] = name
+        representatives[scope, instruction.name] = name
         if name == instruction.name:
             yield instruction, computation
 

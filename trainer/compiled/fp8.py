@@ -21,9 +21,11 @@ from trainer.models.flops import linear_sizes
 from trainer.precision.arrays import skipped_matmuls
 from trainer.precision.policy import Policy
 
-# rows and columns, the smaller first, as in the transposed matmul; contracted elements
+# A matmul: its rows and columns, the smaller first, because the compiler may transpose
+# it, and the contracted elements.
 Product = tuple[int, int, int]
-Join = tuple[Product, ...]  # of matmuls with a common operand
+# Matmuls with a common operand, which the compiler may join to one.
+Join = tuple[Product, ...]
 # The width from which on a layer takes no longer than in bf16 on an H100, predicted by
 # `python -m scripts.bench.crossover`
 PAYS_FROM_WIDTH = 768
@@ -120,21 +122,24 @@ def missing_products(
       layers: for each group of sibling layers their matmuls, by layer and name.
       gemms: the compiled matmuls.
     """
-    groups = [list(group.values()) for group in layers]
-    joins = [joins for group in groups for joins in possible_joins(group)]
-    missing = Counter(p for group in groups for made in group for p in made.values())
-    left = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
-    single = [gemm for gemm in left if any(can_be(gemm, p) for p in missing)]
-    # First those that are joined in any case. Among the others may be more matmuls than
-    # expected, of repeated forward passes.
-    for gemm in (gemm for gemm in left if gemm not in single):
-        take_joined(gemm, missing, joins)
+    joins: list[set[Join]] = []
+    missing: Counter[Product] = Counter()
+    for siblings in layers:
+        joins += possible_joins(list(siblings.values()))
+        for products in siblings.values():
+            missing.update(products.values())
+    by_contracted = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
+    maybe_single = [g for g in by_contracted if any(can_be(g, p) for p in missing)]
+    for gemm in by_contracted:
+        if gemm not in maybe_single:
+            take_joined(gemm, missing, joins)
     for product in sorted(missing.elements()):
-        match = next((gemm for gemm in single if can_be(gemm, product)), None)
+        match = next((gemm for gemm in maybe_single if can_be(gemm, product)), None)
         if match is not None:
             missing -= Counter([product])
-            single.remove(match)
-    for gemm in single:
+            maybe_single.remove(match)
+    # The rest repeat a forward pass, or are joined and have the sizes of a single one.
+    for gemm in maybe_single:
         take_joined(gemm, missing, joins)
     return set(+missing)
 
@@ -171,7 +176,7 @@ def possible_joins(siblings: Sequence[Mapping[str, Product]]) -> list[set[Join]]
     groups = []
     output, _, weight_gradient = PRODUCTS
     for name in (output, weight_gradient):
-        products = sorted(made[name] for made in siblings if name in made)
+        products = sorted(layer[name] for layer in siblings if name in layer)
         counts = (2, 3)
         groups.append({j for n in counts for j in itertools.combinations(products, n)})
     return groups
@@ -252,9 +257,7 @@ def not_fp8(
     kinds = {role.layer: role.kind for role in jax.tree.leaves(model.roles)}
     gemms = without_peeled(program.gemms)
     narrow = [gemm for gemm in gemms if gemm.is_narrow]
-    # excluded by the configuration or by their widths
-    excluded = skipped_matmuls(model.policy, layers)
-    # excluded for the number of tokens, too
+    not_chosen = skipped_matmuls(model.policy, layers)  # by configuration or widths
     skipped = skipped_matmuls(model.policy, layers, tokens)
     others = [gemm for gemm in gemms if not gemm.is_narrow]
     products = {
@@ -266,12 +269,12 @@ def not_fp8(
             wide_forward=model.policy.has_wide_forward,
         )
         for path, size in layers.items()
-        if path not in excluded
+        if path not in not_chosen
     }
-    every = [product for made in products.values() for product in made.values()]
+    every = [product for layer in products.values() for product in layer.values()]
     siblings: dict[str, dict[str, dict[str, Product]]] = {}
-    for path, made in products.items():
-        siblings.setdefault(path.rpartition(".")[0], {})[path] = made
+    for path, layer in products.items():
+        siblings.setdefault(path.rpartition(".")[0], {})[path] = layer
     missing: set[Product] = set()
     if len(narrow) != len(every):  # more FP8 matmuls where remat repeats a forward pass
         missing = missing_products(siblings.values(), narrow)

@@ -207,24 +207,26 @@ class Program:
     @cached_property
     def kernels(self) -> list[Kernel]:
         """Everything that is launched: kernels, copies, library calls, collectives."""
-        special = {gemm.name: "gemm" for gemm in self.gemms}
-        special |= {call.name: "attention" for call in self.attentions}
-        special |= {collective.name: "collective" for collective in self.collectives}
+        kind_by_name = {gemm.name: "gemm" for gemm in self.gemms}
+        kind_by_name |= {call.name: "attention" for call in self.attentions}
+        kind_by_name |= {
+            collective.name: "collective" for collective in self.collectives
+        }
         kernels = []
         for executed in self.executed:
             opcode = executed.instruction.opcode
             if opcode not in NOT_KERNELS and not opcode.endswith("-done"):
                 size = self._traffic(executed)
                 name = executed.instruction.name
-                kind = special.get(name) or self._kind(executed, size)
+                kind = kind_by_name.get(name) or self._kind(executed, size)
                 kernels.append(Kernel(kind, name, size, executed.times))
         return kernels
 
     def writes_both_orders(self, executed: Executed) -> bool:
         """Return whether a kernel writes an array and its transpose."""
-        turned = sum(i.opcode == "transpose" for i, _ in self.inside(executed))
+        transposes = sum(i.opcode == "transpose" for i, _ in self.inside(executed))
         shapes = executed.instruction.shapes
-        return 0 < turned < len(shapes) and any(
+        return 0 < transposes < len(shapes) and any(
             a.dtype == b.dtype
             and math.prod(a.dims) == math.prod(b.dims)
             and (a.dims != b.dims or a.dims[0] == a.dims[-1])

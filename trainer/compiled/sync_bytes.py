@@ -19,14 +19,14 @@ class SyncBytes(NamedTuple):
       fragments: bytes of the sync of each fragment.
       every_step: bytes of FP32 gradients in every step, over as many devices.
       settings: the schedule of the syncs.
-      read: whether the bytes are read from compiled programs; else they are computed
-          for replicas on machines of their own.
+      are_compiled: whether the bytes are read from compiled programs; else they are
+        computed for replicas on machines of their own.
     """
 
     fragments: tuple[float, ...]
     every_step: float
     settings: DiLoCoSettings
-    read: bool
+    are_compiled: bool
 
     @property
     def mean(self) -> float:
@@ -34,7 +34,7 @@ class SyncBytes(NamedTuple):
         return math.fsum(self.fragments) / self.settings.sync_every
 
     @property
-    def fewer(self) -> float:
+    def reduction(self) -> float:
         """Ratio of the bytes of FP32 gradients in every step to these."""
         if self.mean:
             return self.every_step / self.mean
@@ -76,13 +76,13 @@ def sync_bytes_of(task: TrainTask, step: DiLoCoStep | None = None) -> SyncBytes:
     devices = task.mesh.size
     if step is not None and task.mesh.shape[REPLICA] == devices == replicas:
         sent = tuple(bytes_sent(sync, devices) for sync in step.syncs)
-        return SyncBytes(sent, every_step, settings, read=True)
+        return SyncBytes(sent, every_step, settings, are_compiled=True)
     parts = fragments_of(sizes, settings.fragments)
     computed = (
         bytes_of_sync(sum(sizes[i] for i in part), len(part), settings)
         for part in parts
     )
-    return SyncBytes(tuple(computed), every_step, settings, read=False)
+    return SyncBytes(tuple(computed), every_step, settings, are_compiled=False)
 
 
 def bytes_sent(program: jax.stages.Compiled, devices: int) -> float:

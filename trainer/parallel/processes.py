@@ -64,7 +64,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
     check_same_settings(config)
 
 
-HASH_WORDS = 4  # of 32 bits, of a value that processes compare
+HASH_WORDS = 4  # 32-bit words in the hash of a value that processes compare
 # Keys of files and directories, which each machine may have elsewhere.
 MAY_DIFFER_BY_MACHINE = {
     "run_dir",

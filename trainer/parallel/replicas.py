@@ -41,7 +41,7 @@ from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
 
-OUTER_STREAM = 0x165667B1  # for the random bits that round the outer weights
+OUTER_STREAM = 0x165667B1  # keeps apart the random bits that round outer weights
 
 
 class Storage(NamedTuple):
@@ -436,10 +436,16 @@ def make_sync(
         # outer weights, and keep their earlier residuals.
         finite = [jnp.all(jnp.isfinite(mean)) for mean in result.means]
         accept = jnp.all(jnp.stack(finite))
-        stored = take(replicas.residuals), take(replicas.momentum)
         new = [
-            outer_update(outer, accept, *tensor)
-            for tensor in zip(*result, *stored, strict=True)
+            outer_update(outer, accept, mean, new_residual, scale, residual, momentum)
+            for mean, new_residual, scale, residual, momentum in zip(
+                result.means,
+                result.residuals,
+                result.scales,
+                take(replicas.residuals),
+                take(replicas.momentum),
+                strict=True,
+            )
         ]
         updates, residuals, momenta = zip(*new, strict=True)
         new_params = weights.apply_updates(

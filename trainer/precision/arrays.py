@@ -25,7 +25,7 @@ from trainer.precision.dots import (
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
 
-# of weights that do not exist yet, when a program is compiled without them
+# The scale of weights for which a program is compiled before they exist.
 ASSUMED_SCALE = 2.0**-6
 
 
@@ -37,18 +37,18 @@ def skipped_matmuls(
     Args:
       policy: the precision.
       sizes: input and output width of each layer, by path.
-      rows: tokens that a device multiplies them by at once; None: some
-        multiple that products take.
+      rows: tokens that a device multiplies them by at once; None: a number that FP8
+        products take.
 
     Raises:
       UserError: a pattern matches no layer.
     """
-    chosen = {
+    patterns_by_key = {
         "fp8_modules": policy.fp8_modules,
         "exclude": policy.exclude,
         "backward_e4m3": policy.backward_e4m3 or (),
     }
-    for key, patterns in chosen.items():
+    for key, patterns in patterns_by_key.items():
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in sizes):
                 raise UserError(
@@ -67,14 +67,14 @@ def skipped_matmuls(
             f"micro-batches of {rows} tokens a device, not a multiple of {multiple}",
         )
 
-    ends = wide_blocks(policy, sizes)
+    wide_prefixes = wide_blocks(policy, sizes)
 
     def reason(path: str, size: tuple[int, int]) -> str | None:
         if not any(fnmatchcase(path, pattern) for pattern in policy.fp8_modules):
             return "not in precision.fp8_modules"
         if any(fnmatchcase(path, pattern) for pattern in policy.exclude):
             return "in precision.exclude"
-        if path.startswith(ends):
+        if path.startswith(wide_prefixes):
             return "in precision.wide_ends"
         if not policy.simulate and any(width % multiple for width in size):
             return f"{size[0]} x {size[1]} are not multiples of {multiple}"
@@ -224,7 +224,7 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
             return grad.astype(fmt.dtype)
         if policy.scaled:  # a mean over micro-batches
             return as_scaled_array(grad, dtype=fmt.dtype)
-        return fmt.cast(grad)  # of FP32's range
+        return fmt.cast(grad)  # BF16, which has FP32's range
 
     return jax.tree_util.tree_map_with_path(store, grads, is_leaf=is_scaled_array)
 

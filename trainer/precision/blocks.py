@@ -62,7 +62,7 @@ NVFP4_BLOCK = 16
 DEEPSEEK_BLOCK = 128
 LEAST_SCALE = np.float32(2.0**-126)  # smaller ones are flushed to zero
 FP8 = jnp.float8_e4m3fn, jnp.float8_e5m2
-LAST_AXES = ((1,), (1,)), ((), ())  # dimension numbers that sum over rows
+LAST_AXES = ((1,), (1,)), ((), ())  # dimension numbers: [N, K] @ [F, K].T
 NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 

@@ -19,8 +19,8 @@ from scalify_core.numerics.formats import E4M3, FloatFormat
 from scalify_core.static import cast_on_backward, cast_on_forward
 
 Dot = Callable[..., jax.Array]
-Dims = Any  # of jax.lax.dot_general
-MATRICES: Dims = (((1,), (0,)), ((), ()))  # those of [N, D] and [D, F]
+Dims = Any  # dimension numbers of jax.lax.dot_general
+MATRICES: Dims = (((1,), (0,)), ((), ()))  # [N, D] @ [D, F]
 
 
 def check_matrices(name: str, dims: Dims) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.precision.fields import PrecisionFields
     from trainer.precision.gradients import Differentiate, LossFn
 
-# of gradients that have a scale
+# Formats of weights' gradients that have a scale.
 NARROW = ("bf16", "fp16", "e4m3", "e5m2")
 
 
@@ -312,7 +312,7 @@ class Blocks(Method):
     multiple = 32
     products: ClassVar[tuple[tuple[str, str], ...]] = ()
     capability = (10, 0)  # Blackwell
-    # pairs of `forward` and `backward`; None: any
+    # The valid pairs of `forward` and `backward`; None: all.
     formats: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
     def check(self, policy: "PrecisionFields") -> None:

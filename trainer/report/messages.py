@@ -192,7 +192,7 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
     if settings.participants < settings.num_replicas:
         participants = f", of which {settings.participants} train in a round"
     parts = f" in {settings.fragments} fragments" if settings.fragments > 1 else ""
-    assumption = "" if sync_bytes.read else " if each is on a separate machine"
+    assumption = "" if sync_bytes.are_compiled else " if each is on a separate machine"
     if settings.num_replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
@@ -209,8 +209,8 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
             f"every replica sends {math.fsum(sync_bytes.fragments) / MIB:.3f} MiB a"
             f" round{assumption}, at most {max(sync_bytes.fragments) / MIB:.3f} MiB at"
             f" once and {sync_bytes.mean / MIB:.4f} MiB a step on average,"
-            f" {sync_bytes.fewer:.1f} times less than FP32 gradients of every step"
-            f" ({sync_bytes.every_step / MIB:.3f} MiB)"
+            f" {sync_bytes.reduction:.1f} times less than FP32 gradients of every"
+            f" step ({sync_bytes.every_step / MIB:.3f} MiB)"
         ),
     ]
     if gbps is not None:

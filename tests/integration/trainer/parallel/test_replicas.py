@@ -282,7 +282,7 @@ def test_the_bytes_of_a_round_are_fewer_by_the_steps_and_the_format():
     diloco = NARROW._replace(sync_every=100, fragments=2, last_step=1000)
     actual = sync_bytes_of(task_of(diloco))
     # One byte for four, every hundredth step; a byte a tensor for its scale.
-    assert 395 < actual.fewer <= 400
+    assert 395 < actual.reduction <= 400
     first, second = actual.fragments
     assert max(first, second) < 0.7 * (first + second)
     sent = [actual.up_to(step) for step in (49, 50, 100, 1000)]
