@@ -101,7 +101,7 @@ def check(hint: Any, value: Any, path: str) -> None:
             if isinstance(bound, OneOf):
                 _choose(bound.names, value, path)
             elif isinstance(bound, Bound) and not bound.holds(value):
-                raise UserError(f"{path}={value}: expected {bound.expected}")
+                raise UserError(f"{path}={as_typed(value)}: expected {bound.expected}")
         check(args[0], value, path)
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")

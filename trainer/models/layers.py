@@ -150,8 +150,8 @@ class Factory:
         takes activations in `compute_dtype` and a kernel in `param_dtype`; None: a
         matmul in `compute_dtype`.
       attention: softmax attention, a function like `scalify_core.functional.attention`.
-      rescale_grads: members of `precision.policy.RESCALED_PLACES`, where gradients are
-        rescaled under `scalify`.
+      rescale_grads: the places where gradients are rescaled under `scalify`; see
+        `precision.fields.PrecisionFields`.
       tensor_axis: inside `shard_map`, the mesh axis over which the heads and hidden
         channels of the parameters are split.
     """

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import ml_dtypes
 import numpy as np
 
-from trainer.bounds import POWER_OF_TWO, Bound, Positive, Share, at_least
+from trainer.bounds import POWER_OF_TWO, Bound, Positive, Share, at_least, at_most
 
 Computed = Literal["fp32", "bf16", "fp16"]
 Stored = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
@@ -39,6 +39,10 @@ Format = Annotated[
     ),
 ]
 
+RESCALED_PLACES = Bound(
+    lambda places: set(places) <= {"layer_norm", "qkv"},
+    "a list of layer_norm, qkv, both or neither",
+)
 TWO_SHARES = Bound(
     lambda shares: len(shares) == 2,
     "two shares of blocks, first and last ones, such as [0.03,0.13]",
@@ -108,9 +112,9 @@ class PrecisionFields:
     nu: Stored
     moments_rounding: Literal["auto", "nearest", "stochastic"]
     update: Literal["fp32", "propagate"]
-    rescale_grads: tuple[str, ...]
+    rescale_grads: Annotated[tuple[str, ...], RESCALED_PLACES]
     clip_outliers: Annotated[float, at_least(1)] | None
-    hadamard: Annotated[int, at_least(2), POWER_OF_TWO] | None
+    hadamard: Annotated[int, at_least(2), at_most(256), POWER_OF_TWO] | None
     amax_history: Positive
     wide_ends: Annotated[tuple[Share, ...], TWO_SHARES] | None
     four_over_six: bool | None

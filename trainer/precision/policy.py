@@ -15,9 +15,6 @@ from trainer.errors import UserError
 from trainer.precision.fields import DTYPES, Format, PrecisionFields
 from trainer.precision.methods import METHODS, Method
 
-MAX_HADAMARD = 256  # channels of a group
-RESCALED_PLACES = ("layer_norm", "qkv")  # where a gradient can be rescaled
-
 
 @dataclass(frozen=True)
 class Policy(PrecisionFields):
@@ -28,12 +25,6 @@ class Policy(PrecisionFields):
     def __post_init__(self) -> None:
         """Raise UserError for fields out of bounds, or that contradict each other."""
         check_fields(self, "precision.")
-        for place in self.rescale_grads:
-            if place not in RESCALED_PLACES:
-                raise UserError(
-                    f"precision.rescale_grads: {place!r} is not a place; valid:"
-                    f" {', '.join(RESCALED_PLACES)}"
-                )
         self._check_products()
         self.method.check(self)
         if self.weights == "fp16" and not self.scaled:
@@ -92,11 +83,6 @@ class Policy(PrecisionFields):
             raise UserError(
                 "precision.backward_e4m3 rounds to nearest, not as"
                 f" precision.backward={self.backward} does; leave one of them out"
-            )
-        if self.hadamard is not None and self.hadamard > MAX_HADAMARD:
-            raise UserError(
-                f"precision.hadamard={self.hadamard}: groups have at most"
-                f" {MAX_HADAMARD} channels"
             )
         for key in ("clip_outliers", "hadamard"):
             if getattr(self, key) is not None and self.forward is None:
