@@ -25,11 +25,11 @@ from trainer.step.state_tree import is_key
 
 @dataclasses.dataclass(frozen=True)
 class LeafProgram:
-    """A jaxpr as a key of a cache: programs with equal equations are equal.
+    """A program of some outputs; it is equal to one with equal equations.
 
     Attributes:
       jaxpr: the equations; it has no constants.
-      signature: the equations by value; see `signature_of`.
+      signature: the equations as a value; see `signature_of`.
       key_impls: for each argument, the implementation of the PRNG keys whose data it
         is; None: it is no such data.
     """

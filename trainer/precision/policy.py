@@ -140,8 +140,7 @@ class Policy(PrecisionFields):
         """Return the format of the gradient of the output of the chosen matmul at
         `path`.
         """
-        fine = any(fnmatchcase(path, pattern) for pattern in self.backward_e4m3 or ())
-        if fine:
+        if any(fnmatchcase(path, pattern) for pattern in self.backward_e4m3 or ()):
             return "e4m3"
         return self.backward
 
