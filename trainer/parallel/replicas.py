@@ -383,6 +383,43 @@ def outer_update(
     return update, residual, momentum
 
 
+class Fragment(NamedTuple):
+    """The tensors that a sync exchanges, by their indices in trees like the trained
+    parameters.
+    """
+
+    indices: list[int]
+
+    def take(self, whole: Any) -> list[Any]:
+        """Return the tensors of a tree; None for each if the tree is empty."""
+        # Residuals and momentum that the run does not use are ().
+        leaves = tree.leaves(whole)
+        return [leaves[i] if leaves else None for i in self.indices]
+
+    def put(self, whole: Any, new: Sequence[Any]) -> Any:
+        """Return a tree with new tensors; an empty one is returned unchanged."""
+        leaves = tree.leaves(whole)
+        if not leaves:
+            return whole
+        for i, x in zip(self.indices, new, strict=True):
+            leaves[i] = x
+        return tree.structure_of(whole).unflatten(leaves)
+
+
+def outer_gradient(p: Any, replica_p: Any, residual: Any) -> jax.Array:
+    """Return the outer gradients of a tensor, FP32 [K, ...].
+
+    Args:
+      p: the outer weights.
+      replica_p: the replicas' weights [K, ...].
+      residual: their earlier rounding errors [K, ...], or None.
+    """
+    gradient = weights.wide(p)[None] - weights.wide(replica_p)
+    if residual is None:
+        return gradient
+    return gradient + weights.wide(residual)
+
+
 def make_sync(
     fragment: int, mesh: Mesh, outer: OuterOptimizer
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
@@ -405,31 +442,18 @@ def make_sync(
         params = outer.select_trained(state.params)
         replica_params = outer.select_trained(states.params)
         sizes = [p.size for p in tree.leaves(params)]
-        tensor_indices = fragments_of(sizes, settings.fragments)[fragment]
-
-        def take(whole: Any) -> list[Any]:
-            # Residuals and momentum that the run does not use are ().
-            leaves = tree.leaves(whole) or [None] * len(sizes)
-            return [leaves[i] for i in tensor_indices]
-
-        def put(whole: Any, new: Sequence[Any]) -> Any:
-            leaves = tree.leaves(whole)
-            if not leaves:
-                return ()
-            for i, x in zip(tensor_indices, new, strict=True):
-                leaves[i] = x
-            return tree.structure_of(whole).unflatten(leaves)
-
-        outer_gradients = []
-        for p, replica_p, residual in zip(
-            take(params), take(replica_params), take(replicas.residuals), strict=True
-        ):
-            gradient = weights.wide(p)[None] - weights.wide(replica_p)
-            if residual is not None:
-                gradient = gradient + weights.wide(residual)
-            outer_gradients.append(gradient)
-        specs = take(data_specs(params, mesh, outer.roles))
-        result = sync_over(mesh, specs, settings, tensor_indices)(
+        tensors = Fragment(fragments_of(sizes, settings.fragments)[fragment])
+        residuals = tensors.take(replicas.residuals)
+        outer_gradients = list(
+            map(
+                outer_gradient,
+                tensors.take(params),
+                tensors.take(replica_params),
+                residuals,
+            )
+        )
+        specs = tensors.take(data_specs(params, mesh, outer.roles))
+        result = sync_over(mesh, specs, settings, tensors.indices)(
             outer_gradients, seed, step
         )
         # A mean that is not finite changes nothing: the replicas continue from the
@@ -442,36 +466,38 @@ def make_sync(
                 result.means,
                 result.residuals,
                 result.scales,
-                take(replicas.residuals),
-                take(replicas.momentum),
+                residuals,
+                tensors.take(replicas.momentum),
                 strict=True,
             )
         ]
-        updates, residuals, momenta = zip(*new, strict=True)
+        updates, new_residuals, new_momenta = zip(*new, strict=True)
         new_params = weights.apply_updates(
-            take(params),
+            tensors.take(params),
             [-settings.lr * update for update in updates],
             rounding=outer.rounding,
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
-            leaf_indices=tensor_indices,
+            leaf_indices=tensors.indices,
         )
         new_replica_params = repeat_for_replicas(new_params, settings.num_replicas)
         states = dataclasses.replace(
             states,
-            params=with_subtree(states.params, put(replica_params, new_replica_params)),
+            params=with_subtree(
+                states.params, tensors.put(replica_params, new_replica_params)
+            ),
         )
         # `scaling` is for readers of the outer weights, such as an evaluation; each
         # replica keeps its own in `states`.
         return dataclasses.replace(
             state,
-            params=with_subtree(state.params, put(params, new_params)),
+            params=with_subtree(state.params, tensors.put(params, new_params)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
             diloco=Replicas(
                 states,
-                put(replicas.residuals, residuals),
-                put(replicas.momentum, momenta),
+                tensors.put(replicas.residuals, new_residuals),
+                tensors.put(replicas.momentum, new_momenta),
             ),
         )
 
