@@ -11,5 +11,5 @@ def finished_run(tmp_path_factory) -> tuple[Path, list[dict]]:
     """A directory with the run A of 20 steps, and its rows. Others may write beside it,
     but not into it."""
     folder = tmp_path_factory.mktemp("finished")
-    here(folder, "A", "train.steps=20", "checkpoint.every=10", "tracker=jsonl")
+    here(folder, "A", "train.steps=20", "checkpoint.every=10")
     return folder, values(folder / "A")

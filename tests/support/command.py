@@ -25,9 +25,13 @@ from trainer.observe.records import read_rows
 from trainer.text import merge_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
-# One layer: tracing and compiling it is most of what a trainer here takes, and what
-# layers do has its own tests.
-TINY = [*SMALL, "train.eval_every=15", "train.final_eval_batches=2", "model.n_layer=1"]
+# One layer, and no text: tracing and compiling them is most of what a trainer here
+# takes, and what layers do has its own tests.
+TINY = merge_overrides(
+    SMALL,
+    ["model.n_layer=1", "sample.max_new_tokens=0", "tracker=jsonl"],
+    ["train.eval_every=15", "train.final_eval_batches=2"],
+)
 # null: golden/cases.py as a program
 CACHE = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', 'null')}"
 type Process = subprocess.Popen[str]
@@ -55,9 +59,8 @@ def here(folder: Path, run_dir: str, *args: str, code: int = 0) -> str:
 
 
 def tiny_config(*overrides: str) -> Config:
-    """Compose the configuration of a run A on a tiny model that logs rows alone."""
+    """Compose the configuration of a run A on a tiny model."""
     given = ["run_dir=A", "parallel.data=1", CACHE]
-    given += ["sample.max_new_tokens=0", "tracker=jsonl"]
     return compose(merge_overrides(TINY, given, overrides))
 
 

@@ -34,7 +34,7 @@ ARGS = [
     "model.n_layer=2",  # of which what is corrupted is a spike
     f"train.steps={STEPS}",
     "parallel.data=1",
-    "tracker=jsonl",
+    "sample.max_new_tokens=8",
     "checkpoint.every=10",
     "checkpoint.keep=9",
     "watchdog.spike_window=16",
@@ -191,8 +191,6 @@ def test_when_one_process_dies_the_others_end_in_bounded_time_and_the_run_goes_o
         "train.steps=100000",
         "checkpoint.every=10",
         "checkpoint.keep=9",
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
         "train.eval_every=0",
     ]
     processes = several(

@@ -16,7 +16,7 @@ def test_a_run_resumes_bitwise_after_a_kill_and_suggests_commands_that_work(
     tmp_path, monkeypatch, capsys
 ):
     """Resumption after SIGTERM: faults/test_faults.py."""
-    args = ["train.steps=60", "checkpoint.every=4", "tracker=jsonl"]
+    args = ["train.steps=24", "checkpoint.every=4"]
     finish(trainer(tmp_path, "A", *args))
     process = trainer(tmp_path, "B", *args)
     while not (tmp_path / "B" / "checkpoints" / "4").is_dir():
@@ -27,7 +27,7 @@ def test_a_run_resumes_bitwise_after_a_kill_and_suggests_commands_that_work(
     output = finish(trainer(tmp_path, "B", *args))
     assert "resuming after step " in output
     assert values(tmp_path / "A") == values(tmp_path / "B")
-    assert parameters(tmp_path / "A", 60) == parameters(tmp_path / "B", 60)
+    assert parameters(tmp_path / "A", 24) == parameters(tmp_path / "B", 24)
 
     monkeypatch.chdir(tmp_path)
     suggested = dict(line.split(": ", 1) for line in output.splitlines()[-2:])
@@ -39,4 +39,4 @@ def test_a_run_resumes_bitwise_after_a_kill_and_suggests_commands_that_work(
     assert run("generate", sample[1:]) == 0
     assert "And God said" in capsys.readouterr().out
     assert main([*longer, "parallel.data=1"]) == 0
-    assert "done: 120 steps" in capsys.readouterr().out
+    assert "done: 48 steps" in capsys.readouterr().out

@@ -21,8 +21,6 @@ MIX = [
 ARGS = [
     *MIX,
     "train.steps=8",
-    "tracker=jsonl",
-    "sample.max_new_tokens=0",
     "train.eval_every=4",
     "checkpoint.every=2",
 ]

@@ -13,8 +13,6 @@ EMBEDDINGS = (
 )
 ARGS = [
     "train.steps=12",
-    "tracker=jsonl",
-    "sample.max_new_tokens=0",
     "train.eval_every=4",
     "checkpoint.every=4",
 ]
@@ -61,8 +59,6 @@ def test_a_run_stopped_on_both_sides_of_a_border_is_the_same_run(tmp_path):
 def test_four_bits_end_with_a_wide_forward_pass(tmp_path):
     """The late switch of NVIDIA's recipe, as docs/precision.md has it."""
     given = [
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
         "train.eval_every=0",
         "checkpoint.every=0",
         "schedule=constant",

@@ -128,8 +128,8 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     settings = (tmp_path / "A" / "config.yaml").read_text()
     settings = re.sub("batch_tokens: .*", "batch_tokens: 1024", settings)
     (tmp_path / "F" / "config.yaml").write_text(settings)
-    larger = ["train.batch_tokens=1024", "tracker=jsonl"]
-    output = here(tmp_path, "F", "train.steps=22", "resume=A", *larger)
+    larger = "train.batch_tokens=1024"
+    output = here(tmp_path, "F", "train.steps=22", "resume=A", larger)
     assert "its old log is now metrics.jsonl.old" in output
     rate = f"the learning rate goes from {rows[-1]['lr']:.2e} in step 20 to "
     assert f"train.steps=22, was 20): {rate}" in output
@@ -142,7 +142,7 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     assert "a fork of the run `A` after step 20" in card
     forked = "forked from A after step 20"
     assert forked in output
-    output = here(tmp_path, "F", "train.steps=23", *larger)
+    output = here(tmp_path, "F", "train.steps=23", larger)
     assert "resuming after step 22" in output
     events = [e for e in read_rows(tmp_path / "F" / "metrics.jsonl") if "event" in e]
     change = "changed after step 22 (train.steps=23, was 22)"
@@ -180,26 +180,9 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])
-    small = [
-        "train.steps=2",
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
-        "parallel.data=1",
-    ]
-    assert (
-        main(
-            [
-                *TINY,
-                *small,
-                "run_dir=S",
-                "optimizer.lr=1e-3,1e-2",
-                "--multirun",
-                "seed=0,1",
-                CACHE,
-            ]
-        )
-        == 0
-    )
+    given = ["train.steps=2", "parallel.data=1", "run_dir=S", CACHE]
+    sweep = ["optimizer.lr=1e-3,1e-2", "--multirun", "seed=0,1"]
+    assert main([*TINY, *given, *sweep]) == 0
     out = capfd.readouterr().out
     told = f"\nrun 2 (job 3 of 4): optimizer.lr=0.01 seed=0, in {tmp_path}/S/2\n"
     assert told in out
@@ -222,7 +205,7 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
 
 def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path, caplog):
     args = ["train.steps=4", "train.eval_every=2", "checkpoint.every=2"]
-    args += ["tracker=none", "sample.max_new_tokens=0", "compile_cache=null"]
+    args += ["tracker=none", "compile_cache=null"]
     logger = logging.getLogger("jax")
     logger.addHandler(caplog.handler)
     with jax.log_compiles():
@@ -234,16 +217,12 @@ def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path, caplog)
 
 
 def test_dry_run_describes_and_leaves_nothing(tmp_path):
-    output = here(tmp_path, "none", "dry_run=true")
-    assert "parameters" in output
-    assert "memory per device" in output
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_dry_run_estimates_the_time_of_an_exchange_as_a_run_does(tmp_path):
     args = ["parallel=diloco", "diloco.replicas=2", "diloco.bandwidth_gbps=5"]
     output = here(tmp_path, "none", "dry_run=true", *args)
+    assert "parameters" in output
+    assert "memory per device" in output
     assert re.search(r"an exchange takes about .* s at 5 Gbit/s", output)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_bad_tensor(
@@ -254,7 +233,6 @@ def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_b
         "optimizer.lr=1e30",
         "optimizer.clip_norm=0",
         "watchdog.max_skips=3",
-        "tracker=jsonl",
     ]
     output = here(tmp_path, "A", "train.steps=20", *args, code=3)
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -271,7 +249,7 @@ def test_a_diverging_run_skips_then_stops_with_exit_code_3_and_names_the_first_b
 def test_a_profile_is_written_also_of_steps_that_a_resumed_run_has_only_the_rest_of(
     tmp_path,
 ):
-    args = ["tracker=none", "sample.max_new_tokens=0", "checkpoint.every=0"]
+    args = ["tracker=none", "checkpoint.every=0"]
     for count, (steps, last) in enumerate(((4, 4), (8, 7)), 1):
         here(tmp_path, "A", f"train.steps={steps}", f"profile.steps=[2,{last}]", *args)
         assert len(list((tmp_path / "A" / "profile").rglob("*.xplane.pb"))) == count
@@ -303,12 +281,7 @@ def test_fine_tuning_starts_from_a_run_or_a_hugging_face_directory(finished_run)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         export(Export("A", "exported"))
-    args = [
-        "train.steps=1",
-        "tracker=jsonl",
-        "model.dropout=0",
-        "sample.max_new_tokens=0",
-    ]
+    args = ["train.steps=1", "model.dropout=0"]
     here(tmp_path, "I", *args, "init_from=exported")
     output = here(tmp_path, "K", *args, *FROM_INIT)
     assert "1 layer, width 32, context 32, vocabulary 256" in output

@@ -39,7 +39,6 @@ def run_dir(tmp_path_factory):
     settings = [
         "precision=scalify_fp8_fp16",
         "train.steps=4",
-        "sample.max_new_tokens=0",
         "data=text",
         "data.format=text",
         "data.tokenizer=byte",

@@ -16,8 +16,6 @@ ARGS = [
     "train.steps=100000",
     "checkpoint.every=20",
     "train.eval_every=0",
-    "tracker=jsonl",
-    "sample.max_new_tokens=0",
 ]
 
 

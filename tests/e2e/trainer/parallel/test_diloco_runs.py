@@ -9,19 +9,13 @@ from command import finish, parameters, several, trainer, values
 from trainer.assembly.saved_model import restore_run
 
 REPLICA = [
-    *(
-        "parallel=diloco",
-        "diloco.replicas=2",
-        "diloco.sync_every=3",
-        "train.steps=7",
-        "checkpoint.every=4",
-    ),
-    *(
-        "checkpoint.keep=9",
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
-        "train.eval_every=4",
-    ),
+    "parallel=diloco",
+    "diloco.replicas=2",
+    "diloco.sync_every=3",
+    "train.steps=7",
+    "train.eval_every=4",
+    "checkpoint.every=4",
+    "checkpoint.keep=9",
 ]
 
 

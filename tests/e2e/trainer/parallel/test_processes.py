@@ -8,8 +8,6 @@ from command import finish, here, parameters, several, trainer, values, wait_for
 ARGS = [
     "checkpoint.every=3",
     "checkpoint.keep=9",
-    "tracker=jsonl",
-    "sample.max_new_tokens=0",
     "train.steps=6",
     "parallel.deterministic_reduce=true",
 ]
@@ -55,8 +53,6 @@ def test_a_signal_to_one_of_the_processes_stops_all_after_the_same_step(tmp_path
         "train.steps=100000",
         "checkpoint.every=0",
         "train.eval_every=0",
-        "tracker=jsonl",
-        "sample.max_new_tokens=0",
     ]
     processes = several(tmp_path, "A", *args, "parallel=fsdp")
     wait_for_row(tmp_path / "A", 5, processes[0])
@@ -78,7 +74,7 @@ def test_processes_that_diverge_skip_together_and_say_why_once(tmp_path):
         "watchdog.max_skips=2",
         "train.steps=20",
     ]
-    processes = several(tmp_path, "A", *args, "tracker=jsonl")
+    processes = several(tmp_path, "A", *args)
     outputs = [finish(process, code=3) for process in processes]
     assert all("2 steps in a row were not finite" in output for output in outputs)
     assert not any("Traceback" in output for output in outputs)

@@ -172,7 +172,7 @@ def test_what_was_zero_from_the_start_is_no_underflow_and_a_lost_moment_is():
 
 @pytest.mark.slow  # above without a trainer; the golden flagship has numerics
 def test_numerics_change_nothing_and_leave_rows_and_pictures(tmp_path):
-    args = ["train.steps=4", "checkpoint.every=0", "tracker=jsonl"]
+    args = ["train.steps=4", "checkpoint.every=0"]
     args += ["precision=scalify_fp8_fp16", "metrics.sharpness=true"]
     for name, every in (("A", 2), ("B", 0)):
         here(tmp_path, name, *args, f"metrics.numerics_every={every}")
