@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from scalify_core.interpreter.registry import COMPOSITE, key_of
+
 _JAX_AND_THIS = tuple(
     os.path.dirname(path) + os.sep
     for path in (str(jax.__file__), os.path.dirname(__file__))  # and scalify_core
@@ -89,9 +91,7 @@ def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
 
 def name_of(eqn: Any) -> str:
     """Return the name of an equation's primitive, or of the composite that it calls."""
-    if eqn.primitive.name == "scalify_composite":
-        return eqn.params["call"].name
-    return eqn.primitive.name
+    return key_of(eqn).removeprefix(COMPOSITE)
 
 
 @functools.lru_cache(maxsize=4096)
