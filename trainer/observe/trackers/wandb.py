@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.files import path_of, read_file, write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
-from trainer.observe.trackers.wandb_files import last_local_step, wandb_files
+from trainer.observe.trackers.wandb_files import last_local_step
 from trainer.text import python_command, redact
 
 QUEUE_SIZE = 1000  # calls that wait for W&B
@@ -126,7 +126,14 @@ class WandbTracker(Tracker):
                     logger.info("W&B run: %s", run.url)
             if run is None:
                 run = init("offline")
-                self._log_upload(run, arguments["dir"])
+                # Not its earlier parts: a stranger's log may name an entity of theirs,
+                # and a private file as an artifact, which `wandb sync` would upload.
+                logger.info(
+                    "W&B run, offline; to upload what this start records, after the"
+                    " parts of earlier starts: %s -m wandb sync %s",
+                    python_command(),
+                    shlex.quote(str(Path(run.dir).parent)),
+                )
         except (OSError, ValueError, wandb_error) as error:
             raise UserError(
                 f"cannot start W&B: {' '.join(str(error).split())}; set tracker=jsonl"
@@ -138,21 +145,6 @@ class WandbTracker(Tracker):
         run.define_metric("tokens", step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
-
-    def _log_upload(self, run: Any, run_dir: Path) -> None:
-        """Log the command that uploads an offline run."""
-        new_part = Path(run.dir).parent  # its file may not exist yet
-        folders = [path.parent for path in wandb_files(run_dir, str(self.id))]
-        old_parts = [
-            folder
-            for folder in folders
-            if folder.name.startswith("offline-") and folder.name != new_part.name
-        ]
-        logger.info(
-            "W&B run, offline; to upload it, its parts in order: %s -m wandb sync %s",
-            python_command(),
-            shlex.join(map(str, [*old_parts, new_part])),
-        )
 
     def row(self, step: int, row: Row) -> None:
         with self._lock:

@@ -84,6 +84,18 @@ def test_wandb_holds_every_step_and_event_once_across_a_kill(tmp_path):
     assert events == {step: f"event of {step}" for step in range(50, 901, 50)}
 
 
+def test_the_printed_command_uploads_only_the_part_of_this_start(tmp_path):
+    """An earlier part may be a stranger's: its log may name an entity of theirs, and
+    any file of the user as an artifact."""
+    assert run(tmp_path, 0, 3).returncode == 0
+    [earlier] = (tmp_path / "wandb").glob("offline-run-*")
+    resumed = run(tmp_path, 3, 6)
+    assert resumed.returncode == 0, resumed.stderr
+    [line] = [x for x in resumed.stdout.splitlines() if "W&B run, offline" in x]
+    [own] = set((tmp_path / "wandb").glob("offline-run-*")) - {earlier}
+    assert line.endswith(f"-m wandb sync {own}")
+
+
 def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
     server = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     done = run(tmp_path, 0, 20, WANDB_INIT_TIMEOUT="3", **server)
