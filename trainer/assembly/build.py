@@ -216,8 +216,18 @@ def build_workload(
     c: schema.Config,
     custom_data: CustomData | None = None,
     custom_model: MakeModel | None = None,
+    *,
+    is_saved: bool = False,
 ) -> Workload:
     """Prepare the data, and build model, optimizer and mesh.
+
+    Args:
+      c: the configuration.
+      custom_data: the program's data, instead of the configuration's.
+      custom_model: see `build_model`.
+      is_saved: whether a checkpoint has the configuration. Somebody else may have
+        written it, as the settings of `resume=RUN`: no data set of the hub is fetched
+        for them, and no names of columns are shown.
 
     Raises:
       UserError: parts of the configuration do not fit together.
@@ -228,9 +238,9 @@ def build_workload(
     if custom_model is None:  # before data is prepared
         check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
     batch_parts = c.train.grad_accum_steps * shards_of_batch(c, mesh)
-    has_saved_settings = c.resume.source not in ("auto", "none")
-    with column_names_hidden() if has_saved_settings else contextlib.nullcontext():
-        data = build_data(c, custom_data, batch_parts)
+    is_saved = is_saved or c.resume.source not in ("auto", "none")
+    with column_names_hidden() if is_saved else contextlib.nullcontext():
+        data = build_data(c, custom_data, batch_parts, may_fetch=not is_saved)
     model = build_model(
         c.model,
         c.precision.policy,

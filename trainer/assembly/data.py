@@ -38,8 +38,11 @@ from trainer.text import override
 CustomData = Iterable[str] | Batches
 
 
-def build_source(c: schema.Data) -> Source:
-    """Return the source that the text is read from."""
+def build_source(c: schema.Data, *, may_fetch: bool = True) -> Source:
+    """Return the source that the text is read from.
+
+    `may_fetch`: see `HubSource`.
+    """
     match c.source:
         case "embedded":
             return EmbeddedSource()
@@ -61,6 +64,7 @@ def build_source(c: schema.Data) -> Source:
                 streaming=c.streaming,
                 max_documents=c.max_documents,
                 max_tokens=c.max_tokens,
+                may_fetch=may_fetch,
             )
         case "prepared":
             assert c.prepared_dir is not None
@@ -70,7 +74,11 @@ def build_source(c: schema.Data) -> Source:
 
 
 def build_data(
-    c: schema.Config, custom: CustomData | None = None, row_multiple: int = 1
+    c: schema.Config,
+    custom: CustomData | None = None,
+    row_multiple: int = 1,
+    *,
+    may_fetch: bool = True,
 ) -> Dataset:
     """Open the data; prepare them first if they are not prepared.
 
@@ -78,11 +86,12 @@ def build_data(
       c: the configuration.
       custom: the program's data, instead of those of the group `data`.
       row_multiple: the number of parts into which the rows of a batch are split.
+      may_fetch: see `HubSource`.
     """
     if custom is None:
         if c.data.source == "mix":
             return open_mixture(c, row_multiple)
-        source = build_source(c.data)
+        source = build_source(c.data, may_fetch=may_fetch)
     elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
             raise UserError(

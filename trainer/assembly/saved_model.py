@@ -20,7 +20,6 @@ from trainer.config.phases import phase_at, precisions_until
 from trainer.config.resume import COMPILE_CACHE, DATA_CACHE, default_cache
 from trainer.data import Tokenizer
 from trainer.data.custom import NumberTokenizer
-from trainer.data.files import column_names_hidden
 from trainer.errors import UserError
 from trainer.files import MAX_DIGITS, parse_json, path_of, read_file
 from trainer.models.custom import CUSTOM
@@ -111,8 +110,9 @@ def restore_training(
             diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
         )
         cache = own_cache()
-        with at_start_directory(c, run_dir) as c, column_names_hidden():
-            w = build_workload(without_saved_cache(c, meta["data"], cache))
+        with at_start_directory(c, run_dir) as c:
+            c_for_data = without_saved_cache(c, meta["data"], cache)
+            w = build_workload(c_for_data, is_saved=True)
         # The run's rows per device decide which matmuls were in FP8.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))

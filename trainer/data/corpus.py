@@ -45,7 +45,7 @@ from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import path_of
-from trainer.text import note
+from trainer.text import note, override
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -106,6 +106,7 @@ class HubSource:
         `max_documents` or `max_tokens`.
       max_documents: stop after this many.
       max_tokens: stop after the document that reaches this many.
+      may_fetch: whether the hub is asked. If not, data that is prepared is used.
     """
 
     name: str
@@ -116,6 +117,14 @@ class HubSource:
     streaming: bool = False
     max_documents: int | None = None
     max_tokens: int | None = None
+    may_fetch: bool = True
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The fields that say which text it is, and how it is read."""
+        fields = asdict(self)
+        del fields["may_fetch"]
+        return fields
 
 
 @dataclass(frozen=True)
@@ -454,10 +463,19 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
     # them.
     contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
     # Streaming reads the same text, so it is no part of the fingerprint.
-    content = digest(["hub", asdict(replace(source, streaming=False)), contents])
+    fields = source.description | {"streaming": False}
+    content = digest(["hub", fields, contents])
 
     @functools.cache
     def get_builder() -> "DatasetBuilder":
+        if not source.may_fetch and not folder.is_dir():
+            raise UserError(
+                f"data.name={source.name} is a data set of the hub that is not prepared"
+                " here, and a run's saved settings fetch nothing, since somebody else"
+                " may have written them; prepare it by `scalify-trainer prepare-data"
+                f" data=hf {override('data.name', source.name)}` with the run's other"
+                " keys of data"
+            )
         return open_builder(source, local, content)
 
     def read(position: Position) -> Iterator[TextBatch]:
@@ -466,7 +484,7 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
             check_column(dataset, source.column)
             yield from read_dataset(dataset, source, position)
 
-    description = {"kind": "hub"} | asdict(source) | {"digests": digests}
+    description = {"kind": "hub"} | source.description | {"digests": digests}
     return Corpus(
         source.name,
         description,

@@ -17,6 +17,7 @@ from trainer.assembly.build import build_workload
 from trainer.cli import evaluate, export
 from trainer.cli.train import main
 from trainer.config.composition import compose_config
+from trainer.data.corpus import HubSource, open_corpus
 from trainer.data.hf_tokenizer import save_hf
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
@@ -234,3 +235,41 @@ def test_no_name_of_a_column_of_a_file_that_a_saved_setting_names_is_shown(
     with pytest.raises(UserError, match=r"no column 'body'; set data\.column") as error:
         build_workload(compose_config([*keys, "resume=stranger"]))
     assert "SECRET" not in str(error.value)
+
+
+HUB = {"source": "hf", "name": "stranger/set", "split": "train", "column": "text"}
+
+
+def test_no_data_set_of_the_hub_that_a_saved_setting_names_is_fetched(
+    run_dir, monkeypatch, capsys
+):
+    """It would be asked for with the user's token."""
+    asked = []
+    monkeypatch.setattr(
+        "datasets.load_dataset_builder", lambda *x, **_: asked.append(x)
+    )
+    file = run_dir / "config.yaml"
+    tree = yaml.safe_load(file.read_text())
+    tree["data"] |= HUB
+    file.write_text(yaml.safe_dump(tree))
+    refusal = "data.name=stranger/set is a data set of the hub that is not prepared"
+    assert main([f"resume={run_dir}", "train.steps=9"]) == 2
+    assert refusal in capsys.readouterr().err
+    read_manifest = Checkpointer.manifest
+
+    def manifest(*args):
+        actual = read_manifest(*args)
+        return actual._replace(meta=actual.meta | {"config": tree})
+
+    monkeypatch.setattr(Checkpointer, "manifest", manifest)
+    with pytest.raises(UserError, match=refusal):
+        saved_model.restore_training(run_dir)
+    assert asked == []
+
+
+def test_prepared_data_of_the_hub_are_found_by_saved_settings(tmp_path):
+    source = HubSource("stranger/set")
+    saved = dataclasses.replace(source, may_fetch=False)
+    first, second = (open_corpus(x, tmp_path) for x in (source, saved))
+    assert first.fingerprint == second.fingerprint
+    assert first.description == second.description
