@@ -11,7 +11,6 @@ any number of devices. So a restored state is the saved state, whatever happened
 files.
 """
 
-import hashlib
 import json
 import logging
 import shutil
@@ -39,11 +38,22 @@ from trainer.files import (
     write_atomically,
 )
 from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
+from trainer.run.checkpoint_manifest import (
+    ALTERED,
+    CheckpointManifest,
+    best_step,
+    digest_of,
+    intact_manifest,
+    check_not_removed,
+    sealed,
+    store_loss,
+    stored_loss,
+    validation_loss,
+)
 from trainer.run.metadata import (
     ADVICE,
     check_chunks,
     check_size,
-    is_loss_intact,
     validate_metadata,
 )
 from trainer.run.orbax_errors import hide_orbax_tracebacks
@@ -83,33 +93,8 @@ class Restored(NamedTuple):
         return f"{forked['run']} after step {forked['step']:,}" if forked else ""
 
 
-class CheckpointManifest(NamedTuple):
-    """The description of a checkpoint.
-
-    Attributes:
-      step: steps taken.
-      meta: the meta that was saved with it.
-      leaves: shape, dtype and checksum of every leaf of the state, by name.
-    """
-
-    step: int
-    meta: dict[str, Any]
-    leaves: dict[str, Any]
-
-
 class DamagedCheckpointError(Exception):
     """A checkpoint whose files are missing, unreadable or altered."""
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True, allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the digest of its other values."""
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return {**content, "digest": _digest(content)}
 
 
 class Checkpointer:
@@ -186,10 +171,12 @@ class Checkpointer:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the checkpoint with the lowest validation loss; None if none has
-        one.
+        """The step of the checkpoint whose manifest has the lowest validation loss, of
+        equal ones the newest; None if none has one.
+
+        Raises UserError for a damaged manifest, because its checkpoint may be the best.
         """
-        return self._manager.best_step()
+        return best_step(self.directory, self.steps())
 
     def save(
         self,
@@ -253,7 +240,7 @@ class Checkpointer:
         }
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(stored),
-            manifest=ocp.args.JsonSave(_sealed(manifest)),
+            manifest=ocp.args.JsonSave(sealed(manifest)),
         )
         self._saving = step
         try:
@@ -286,14 +273,12 @@ class Checkpointer:
             val_loss = saved.get("val_loss")
         if saved["leaves"] != manifest["leaves"]:
             manifest = saved
-        completed = _sealed({**manifest, "val_loss": val_loss})
+        completed = sealed({**manifest, "val_loss": val_loss})
         self._saving = step
         try:
             if jax.process_index() == 0:
                 if val_loss is not None:
-                    (folder / "metrics").mkdir(exist_ok=True)
-                    loss = json.dumps({"val_loss": val_loss})
-                    write_atomically(folder / "metrics" / "metrics", loss)
+                    store_loss(folder, val_loss)
                 write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
@@ -417,7 +402,7 @@ class Checkpointer:
                 path = self.directory / str(step)
                 problem = f"checkpoint {step} is damaged ({damage})"
                 if is_required:
-                    _check_not_removed(path)
+                    check_not_removed(path)
                     raise UserError(
                         f"{problem}; use another one, or remove {path}"
                     ) from damage
@@ -432,28 +417,55 @@ class Checkpointer:
         )
 
     def _set_aside_unreadable(self) -> None:
-        """Move two kinds of directories away: checkpoints whose metadata is unreadable,
-        and unreadable validation losses.
+        """Move damaged checkpoints away, and restore damaged validation losses from the
+        manifests; a reader raises UserError.
 
-        Orbax would stop at one of them, although another checkpoint, or the state
-        beside the loss, is intact.
+        Orbax would stop at some of them, although another checkpoint, or the state
+        beside the loss, is intact. Others would have it keep another best checkpoint.
         """
         # A UserError for pipes, and for files that are far longer than what is stored.
         for folder, _, files in self.directory.walk():
             check_files(folder, files)
         folders = sorted(self.directory.glob("*")) if jax.process_index() == 0 else []
         for folder in folders:
-            step, loss = folder.name, folder / "metrics" / "metrics"
-            if not step.isdecimal():
+            if not folder.name.isdecimal():
                 continue
+            manifest, problem = intact_manifest(folder), None
             if not _has_metadata(folder):
-                problem = f"checkpoint {step} is damaged (its metadata is unreadable)"
-                self._set_aside(folder, step, problem, "using the one before it")
-            elif loss.exists() and not is_loss_intact(folder):
-                problem = f"the validation loss of checkpoint {step} is damaged"
-                effect = "it cannot be the best one"
-                self._set_aside(loss.parent, f"{step}-loss", problem, effect)
+                problem = "its metadata is unreadable"
+            elif manifest is None and not self._read_only:
+                problem = ALTERED
+            if problem is not None:
+                problem = f"checkpoint {folder.name} is damaged ({problem})"
+                effect = "using the one before it"
+                self._set_aside(folder, folder.name, problem, effect)
+            else:
+                self._check_loss(folder, manifest or {})
         multihost_utils.sync_global_devices("checkpoints are readable")
+
+    def _check_loss(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """Compare Orbax's file of the validation loss with the manifest.
+
+        Restore it from there. Move it away if the manifest has no loss.
+        """
+        loss = stored_loss(folder)
+        if loss == manifest.get("val_loss", loss):
+            return
+        expected = validation_loss(folder, manifest)
+        step = folder.name
+        if self._read_only and loss is None:
+            return  # `best_step` takes it from the manifest
+        if self._read_only or expected is None:
+            problem = f"the validation loss of checkpoint {step} is damaged"
+            effect = "it cannot be the best one"
+            self._set_aside(folder / "metrics", f"{step}-loss", problem, effect)
+            return
+        store_loss(folder, expected)
+        logger.warning(
+            "the validation loss of checkpoint %s was missing or damaged; it was"
+            " restored from its manifest",
+            step,
+        )
 
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory to `damaged/NAME-0`, or to the next free number.
@@ -462,7 +474,7 @@ class Checkpointer:
         checkpoint's meta, so it cannot go on with an older one.
         """
         if self._read_only:
-            _check_not_removed(path)
+            check_not_removed(path)
             raise UserError(f"{problem}; remove {path}")
         folder = self.directory / DAMAGED
         folder.mkdir(exist_ok=True)
@@ -478,7 +490,7 @@ class Checkpointer:
                 step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
             )["manifest"]
             intact = (
-                manifest.pop("digest") == _digest(manifest)
+                manifest.pop("digest") == digest_of(manifest)
                 and manifest["step"] == step > 0  # no checkpoint has step 0
                 and "format" in manifest
             )
@@ -489,7 +501,7 @@ class Checkpointer:
                 f"manifest unreadable: {type(error).__name__}"
             ) from error
         if not intact:
-            raise DamagedCheckpointError("manifest altered since it was written")
+            raise DamagedCheckpointError(ALTERED)
         if manifest["format"] not in READABLE:
             raise UserError(
                 f"checkpoint {step} in {self.directory} has format"
@@ -556,15 +568,6 @@ class Checkpointer:
         state = jax.tree.unflatten(structure, [arrays[name] for name in names])
         state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
         return state
-
-
-def _check_not_removed(path: Path) -> None:
-    """Raise UserError if another process has removed an unreadable checkpoint."""
-    if not path.exists():
-        raise UserError(
-            f"{path} was removed while it was read, as a run at work removes old"
-            " checkpoints; run the command again"
-        )
 
 
 def _has_metadata(folder: Path) -> bool:

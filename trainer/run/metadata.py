@@ -22,7 +22,6 @@ from trainer.files import (
     MAX_EXPANSION,
     TEXT_BYTES,
     parse_json,
-    read_file,
     well_formed,
 )
 from trainer.models.registry import SPECS
@@ -233,24 +232,6 @@ def saved_policy(meta: Mapping[str, Any]) -> Policy:
 def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
     """Return `train.trainable` of a checkpoint; empty: all parameters."""
     return tuple(meta["trainable"] or ())
-
-
-def is_loss_intact(folder: Path) -> bool:
-    """Return whether Orbax's file of the validation loss agrees with the manifest.
-
-    The best checkpoint is chosen by that file. Any loss is accepted if the manifest has
-    none, as in earlier versions, or is unreadable, which is reported later.
-    """
-    try:
-        loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
-    except (ValueError, TypeError, KeyError):
-        return False
-    try:
-        manifest = parse_json(read_file(folder / "manifest" / "metadata"))
-        expected = manifest.get("val_loss", loss)
-    except (ValueError, AttributeError, FileNotFoundError):
-        expected = loss
-    return isinstance(loss, float) and loss == expected
 
 
 def check_chunks(folder: Path, names: Iterable[str]) -> None:

@@ -42,8 +42,8 @@ from trainer.observe.trackers.jsonl import Digest
 from trainer.parallel.diloco import DiLoCoSettings
 from trainer.report.comparison import write_comparison
 from trainer.report.page import write_report
-from trainer.run import checkpoint
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.checkpoint_manifest import digest_of
 from trainer.run.compatibility import check_no_replicas, check_same_model
 from trainer.run.initial_weights import with_context_of
 from trainer.run.metadata import saved_policy, saved_trainable
@@ -301,7 +301,7 @@ def test_metadata_of_a_checkpoint_with_a_valid_digest(tmp_path, name, count):
     diloco = DiLoCoSettings(2, 2, "fp32", 1.0, 0.0, False, 1, 2, 2)
 
     def read():
-        file.write_bytes(seal(file.read_bytes(), checkpoint._digest))
+        file.write_bytes(seal(file.read_bytes(), digest_of))
         with Checkpointer.reading(run_dir / "checkpoints") as checkpointer:
             meta, leaves = checkpointer.manifest()[1:]
             saved_policy(meta)

@@ -95,21 +95,62 @@ def test_a_damaged_checkpoint_is_reported_in_a_line_and_the_one_before_is_used(
         assert bits(restore(open_checkpointer()).state) == bits(make_state(2))
 
 
-def test_a_damaged_validation_loss_costs_neither_the_checkpoint_nor_the_run(
-    open_checkpointer,
-):
+@pytest.fixture
+def with_losses(open_checkpointer):
+    """The checkpoints of steps 1 and 2, whose validation losses are their steps."""
     with open_checkpointer(keep_best=True) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, make_state(step), {}, val_loss=float(step))
-    file = checkpointer.directory / "1" / "metrics" / "metrics"
-    file.write_bytes(b'{"val_loss": 0.5}')
-    message = "validation loss of checkpoint 1 is damaged; remove"
-    with pytest.raises(UserError, match=message):
-        # which must not touch files that may be another process's
-        Checkpointer.reading(checkpointer.directory)
-    checkpointer = open_checkpointer(keep_best=True)
-    assert bits(restore(checkpointer, step=1).state) == bits(make_state(1))
-    assert checkpointer.best_step == 2
+    return checkpointer.directory
+
+
+def write_losses(directory, step, loss):
+    """Write another validation loss into both files that have it."""
+    (directory / step / "metrics" / "metrics").write_text(f'{{"val_loss": {loss}}}')
+    file = directory / step / "manifest" / "metadata"
+    text = file.read_text()
+    file.write_text(text.replace(f'"val_loss": {step}.0', f'"val_loss": {loss}'))
+    assert file.read_text() != text
+
+
+@pytest.mark.parametrize("content", [None, b'{"val_loss": 9.5}', b"garbage"])
+def test_a_damaged_validation_loss_is_restored_from_the_manifest(
+    open_checkpointer, with_losses, caplog, content
+):
+    folder = with_losses / "1" / "metrics"
+    if content is None:
+        shutil.rmtree(folder)
+        reader = Checkpointer.reading(with_losses)
+        assert reader.best_step == 1
+        reader.close()
+    else:
+        (folder / "metrics").write_bytes(content)
+        message = "validation loss of checkpoint 1 is damaged; remove"
+        with pytest.raises(UserError, match=message):
+            # which must not touch files that may be another process's
+            Checkpointer.reading(with_losses)
+    resumed = open_checkpointer(keep=1, keep_best=True)
+    (line,) = warnings(caplog)
+    assert "validation loss of checkpoint 1 was missing or damaged" in line
+    assert resumed.best_step == 1
+    resumed.save(3, make_state(3), {}, val_loss=3.0)
+    resumed.wait()
+    assert resumed.steps() == [1, 3]
+
+
+def test_the_best_checkpoint_is_chosen_by_intact_manifests_alone(
+    open_checkpointer, with_losses
+):
+    write_losses(with_losses, "1", 9.5)
+    reader = Checkpointer.reading(with_losses)
+    with pytest.raises(
+        UserError, match=r"checkpoint 1 is damaged .*, so that the best"
+    ):
+        _ = reader.best_step
+    reader.close()
+    resumed = open_checkpointer(keep_best=True)
+    assert (resumed.steps(), resumed.best_step) == ([2], 2)
+    assert (with_losses / "damaged" / "1-0").is_dir()
 
 
 def test_no_flipped_bit_of_any_file_changes_the_restored_state(

@@ -1,0 +1,120 @@
+"""The manifest of a checkpoint: its digest, and the validation loss that it has.
+
+Orbax has the loss in a file of its own, by which the best checkpoint is kept. The
+manifest, under its digest, decides which one is the best.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.errors import UserError
+from trainer.files import parse_json, read_file, write_atomically
+
+ALTERED = "manifest altered since it was written"
+
+
+class CheckpointManifest(NamedTuple):
+    """The description of a checkpoint.
+
+    Attributes:
+      step: steps taken.
+      meta: the meta that was saved with it.
+      leaves: shape, dtype and checksum of every leaf of the state, by name.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, Any]
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest without its digest."""
+    text = json.dumps(document, sort_keys=True, allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the digest of its other values."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return {**content, "digest": digest_of(content)}
+
+
+def intact_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint; None if it is unreadable or altered."""
+    try:
+        manifest: dict[str, Any] = parse_json(
+            read_file(folder / "manifest" / "metadata")
+        )
+        is_intact = manifest.pop("digest") == digest_of(manifest)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return manifest if is_intact else None
+
+
+def stored_loss(folder: Path) -> float | None:
+    """Return the validation loss in Orbax's file, by which the best checkpoint is kept.
+
+    None: there is no file. NaN: it is damaged.
+    """
+    try:
+        loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        return math.nan
+    return loss if isinstance(loss, float) else math.nan
+
+
+def store_loss(folder: Path, loss: float) -> None:
+    """Write Orbax's file of the validation loss."""
+    (folder / "metrics").mkdir(exist_ok=True)
+    write_atomically(folder / "metrics" / "metrics", json.dumps({"val_loss": loss}))
+
+
+def validation_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
+    """Return the validation loss of a checkpoint by its manifest; None: it has none.
+
+    Manifests of earlier versions lack the key, and Orbax's file is believed.
+    """
+    loss = manifest.get("val_loss", stored_loss(folder))
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+
+
+def best_step(directory: Path, steps: Iterable[int]) -> int | None:
+    """Return the step whose manifest has the lowest validation loss, of equal ones the
+    newest; None: no step has one.
+
+    Args:
+      directory: that of the checkpoints.
+      steps: those of its checkpoints.
+
+    Raises:
+      UserError: a manifest is damaged, and its checkpoint may be the best.
+    """
+    losses: dict[int, float] = {}
+    for step in steps:
+        folder = directory / str(step)
+        manifest = intact_manifest(folder)
+        if manifest is None:
+            check_not_removed(folder)
+            raise UserError(
+                f"checkpoint {step} is damaged ({ALTERED}), so that the best one is not"
+                f" known; choose one by its step, or remove {folder}"
+            )
+        loss = validation_loss(folder, manifest)
+        if loss is not None:
+            losses[step] = loss
+    return min(losses, key=lambda step: (losses[step], -step), default=None)
+
+
+def check_not_removed(path: Path) -> None:
+    """Raise UserError if another process has removed an unreadable checkpoint."""
+    if not path.exists():
+        raise UserError(
+            f"{path} was removed while it was read, as a run at work removes old"
+            " checkpoints; run the command again"
+        )
