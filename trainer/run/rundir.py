@@ -20,6 +20,7 @@ import yaml
 from trainer.config.fields import completed, flatten, in_groups
 from trainer.config.renamed import renamed_keys
 from trainer.config.schema import Config
+from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import (
     FOLDERS,
@@ -56,6 +57,8 @@ REPLACED = (
     "divergence.txt",
     "hang.txt",
 )
+# Results of `evaluate`, which name the step of the weights.
+RESULTS = ("evaluation.json", "evaluation_of_text.json", "tasks.json")
 HOLDER = "process "  # begins the content of a trainer's .lock
 # Keys that a resumed run may change. They decide how long, how often and where it
 # runs, but not which numbers it computes.
@@ -385,6 +388,36 @@ class RunDir:
             remove_partial(self.path)
             self._config = as_yaml(config)
             write_text(self.path / "config.yaml", self._config)
+
+    def set_results_aside(self, step: int) -> None:
+        """Rename to NAME.old what is of other weights than those of this run.
+
+        These are results of later steps, which the run takes again. If it starts anew,
+        they are all results, and the pictures of the numerics.
+
+        Args:
+          step: that of the checkpoint in the directory that the run starts from; 0:
+            there is none.
+        """
+        if not self._is_first_process:
+            return
+        others = []
+        for path in (self.path / name for name in RESULTS):
+            result_step = read_json_or_empty(path).get("step")
+            is_later = isinstance(result_step, int) and result_step > step
+            if path.exists() and (is_later or step == 0):
+                others.append(path)
+        if step == 0:
+            others += sorted((self.path / "numerics").glob("*.png"))
+        for path in others:
+            path.replace(f"{path}.old")
+        if others:
+            logger.warning(
+                "run_dir=%s: %s are of weights of an earlier attempt; they are now"
+                " NAME.old",
+                self.path,
+                ", ".join(path.name for path in others),
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -125,12 +125,14 @@ def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     # of an attempt that died before its first checkpoint
     (tmp_path / "F").mkdir()
     shutil.copy(tmp_path / "A" / "metrics.jsonl", tmp_path / "F")
+    (tmp_path / "F" / "evaluation.json").write_text('{"step": 20}')
     settings = (tmp_path / "A" / "config.yaml").read_text()
     settings = re.sub("batch_tokens: .*", "batch_tokens: 1024", settings)
     (tmp_path / "F" / "config.yaml").write_text(settings)
     larger = "train.batch_tokens=1024"
     output = here(tmp_path, "F", "train.steps=22", "resume=A", larger)
     assert "its old log is now metrics.jsonl.old" in output
+    assert not (tmp_path / "F" / "evaluation.json").exists()
     rate = f"the learning rate goes from {rows[-1]['lr']:.2e} in step 20 to "
     assert f"train.steps=22, was 20): {rate}" in output
     assert [row["step"] for row in values(tmp_path / "F")] == [21, 22]

@@ -52,6 +52,28 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
     assert saved_config(run_dir)["seed"] == 1
 
 
+def test_results_of_steps_that_are_taken_again_are_set_aside(run_dir, caplog):
+    """The report would show them as those of the new weights."""
+    (run_dir.path / "numerics").mkdir()
+    picture = run_dir.path / "numerics" / "weights.png"
+    picture.touch()
+    evaluation, tasks = (
+        run_dir.path / name for name in ("evaluation.json", "tasks.json")
+    )
+    evaluation.write_text('{"step": 6}')
+    tasks.write_text('{"step": 4}')
+    run_dir.set_results_aside(6)
+    assert not caplog.messages
+    run_dir.set_results_aside(4)
+    assert (run_dir.path / "evaluation.json.old").read_text() == '{"step": 6}'
+    assert [path.exists() for path in (evaluation, tasks, picture)] == [False, 1, 1]
+    evaluation.write_text("damaged")
+    run_dir.set_results_aside(0)
+    assert not any(path.exists() for path in (evaluation, tasks, picture))
+    assert (run_dir.path / "numerics" / "weights.png.old").exists()
+    assert "evaluation.json, tasks.json, weights.png are of" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("data", {"paths": ["x" * 64] * 4000}), ("run_dir", "[" * 2001)],
