@@ -184,14 +184,27 @@ def check_regular(path: Path) -> None:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A YAML loader of plain values without aliases: nine lines of these can stand for
-    a billion values.
+    """A YAML loader of plain values without aliases, nine lines of which can stand for
+    a billion values, and without a key twice, whose first value PyYAML drops.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             raise yaml.MarkedYAMLError(problem="aliases are not supported")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} twice",
+                    problem_mark=key.start_mark,
+                )
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str) -> Any:

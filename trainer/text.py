@@ -55,7 +55,7 @@ def without_braces(patterns: str) -> str:
 
 def check_unique_keys(arguments: Sequence[str]) -> None:
     """Raise UserError if a key of `key=value` arguments has two values, of which the
-    last would count.
+    last would count: also in the group that another argument sets.
 
     Nobody writes that: unless it is quoted, a shell turns `paths=[d/*.{a,b}]` into
     `paths=[d/*.a] paths=[d/*.b]`. Flags, `~key`, which removes a key, and equal
@@ -67,6 +67,13 @@ def check_unique_keys(arguments: Sequence[str]) -> None:
         if equals and not key.startswith(("-", "~")):
             given.setdefault(key, {})[value] = None
     for key, values in given.items():
+        group = next((k for k in given if key.startswith(f"{k}.")), "")
+        group_value = next(iter(given.get(group, ())), "")
+        if group_value.startswith("{"):
+            raise UserError(
+                f"{key}= and {group}={group_value}: only the last would count where"
+                f" both set a key; give the keys of {group} one by one"
+            )
         if len(values) > 1:
             shown = [f"{key}={value}" for value in values]
             middle = ["..."] if len(shown) > 3 else shown[1:-1]

@@ -323,17 +323,17 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with their short forms written out.
 
     `resume=auto` is `resume.source=auto`. `precision=sim_e3m4` is `precision=sim` with
-    that format in both directions. `~` is the home directory: no shell expands it after
-    `run_dir=`, and Hydra cannot read it in a list. A name that reads as a number is
-    quoted.
+    that format in both directions, before all other arguments, which may change it. `~`
+    is the home directory: no shell expands it after `run_dir=`, and Hydra cannot read
+    it in a list. A name that reads as a number is quoted.
     """
     home = os.path.expanduser("~")
-    long = []
+    long, chosen = [], []
     for argument in arguments:
         simulated = re.fullmatch(r"(\+*)precision=(sim_(e\d+m\d+[ts]?))", argument)
         if simulated:
             sign, name, number_format = simulated.groups()
-            long += [
+            chosen += [
                 f"{sign}precision=sim",
                 f"precision.name={name}",
                 f"precision.forward={number_format}",
@@ -351,7 +351,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
         ):
             argument = f"{key}={NUMBER_OR_BOOL.sub(r"\1'\2'", value)}"
         long.append(argument)
-    return long
+    return chosen + long
 
 
 def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:

@@ -76,6 +76,7 @@ def _read(
         raise UserError(f"config={path}: {error}; give keys and values") from error
     choices: dict[str, str] = {}
     tree: dict[str, Any] = {}
+    given: set[str] = set()
     valid = [*groups, *annotations(Config)]
     for key, value in entries.items():
         group = key.partition(".")[0]
@@ -92,7 +93,15 @@ def _read(
             if value is not None:
                 choices[key] = _choice(path, key, value, groups[key])
         else:
-            set_keys(tree, dict(flatten({key: value})))
+            new = dict(flatten({key: value}))
+            for name in new:
+                if any(overlaps(name, other) for other in given):
+                    raise UserError(
+                        f"config={path}: {name} is there twice, nested and dotted; give"
+                        " it once"
+                    )
+            given |= new.keys()
+            set_keys(tree, new)
     tree = renamed_keys(tree)
     for group, values in tree.items():
         if group not in choices and isinstance(values, Mapping) and group in groups:

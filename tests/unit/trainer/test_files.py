@@ -102,6 +102,8 @@ def test_links_and_pipes_where_a_run_writes_are_refused(tmp_path):
     "text",
     [
         "a: &x [1]\nb: *x",
+        "a: {b: 1, c: 2}\na: {b: 3}",
+        "a: {b: 1, b: 1}",
         "!!python/object/apply:os.system [true]",
         "[" * 3000,
         "x: 2001-99-99",

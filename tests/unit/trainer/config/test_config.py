@@ -49,6 +49,28 @@ def command_line(tmp_path, monkeypatch, capsys):
     return call
 
 
+def test_a_key_counts_before_and_behind_a_short_form_that_sets_it():
+    keys = ["precision=sim_e3m4", "precision.forward=e5m2"]
+    for arguments in (keys, keys[::-1]):
+        precision = compose_config(arguments).precision
+        assert (precision.name, precision.forward) == ("sim_e3m4", "e5m2")
+        assert precision.backward == "e3m4"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["train.steps=6", "train={steps:5,batch_tokens:256}"],
+        ["+train={steps:5}", "train.steps=6"],
+        ["train.steps=6", "train.steps=5"],
+    ],
+)
+def test_a_key_of_two_values_is_refused(command_line, keys):
+    done = command_line(*keys, "--cfg", "job")
+    assert done.returncode == 2
+    assert "only the last would count" in done.stderr
+
+
 @pytest.mark.parametrize("key", ["seed", "train.steps", "resume.step", "optimizer.lr"])
 def test_a_number_of_thousands_of_digits_is_refused_in_a_line(key):
     with pytest.raises(UserError, match=rf"^{key}: expected a number of at most 64"):

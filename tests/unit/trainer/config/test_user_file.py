@@ -41,6 +41,12 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
         ("data: 5", "data=5: expected one of embedded, hf"),
         ("optimizer: true", "optimizer=true: expected one of adafactor"),
         ("optimizer: {name: [adamw]}", "optimizer"),
+        (
+            "train: {steps: 7}\nseed: 1\ntrain: {log_every: 2}",
+            "'train' twice in line 3",
+        ),
+        ("train: {steps: 7}\ntrain.steps: 8", "train.steps is there twice"),
+        ("train.steps: 8\ntrain: {steps: 7}", "train.steps is there twice"),
     ],
 )
 def test_faults_of_a_file_are_one_line(write, text, message):
