@@ -50,7 +50,7 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     else:
         file = path_of(args.prompts)
         try:
-            text = read_file(file).decode("utf-8-sig")
+            text = read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(

@@ -194,6 +194,13 @@ def test_the_harness_is_named_our_files_and_no_folder_of_a_run(tmp_path):
     assert "--tasks" not in harness_command([Path("x,evil.yaml/tasks/last_word.yaml")])
 
 
+def test_a_line_end_of_windows_is_no_part_of_a_prompt(tmp_path):
+    """Nor is it of a text that is trained on, or of standard input."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo \r\n")
+    arguments = Prompts("run", prompts=str(tmp_path / "a.txt"))
+    assert list(prompts_of(arguments)) == ["one", "", "two "]
+
+
 def test_prompts_of_a_pipe_or_of_holes_are_refused(tmp_path):
     """A pipe was waited for, and three gigabytes of holes took seventeen."""
     os.mkfifo(tmp_path / "pipe")
