@@ -425,7 +425,7 @@ def commit(job: Preparation, chunk: Chunk) -> None:
         }
         if counts.tokens:
             data = np.concatenate(chunk.arrays[split]).tobytes()
-            name = f"{split}-{job.chunks:05d}.bin"
+            name = shard_name(split, job.chunks)
             write_atomically(job.directory / name, data)
             entry |= {
                 "name": name,
@@ -441,12 +441,23 @@ def commit(job: Preparation, chunk: Chunk) -> None:
     apply_line(job, line)
 
 
+def shard_name(split: str, chunk: int) -> str:
+    """Return the name of the shard of a chunk, counted from 0."""
+    return f"{split}-{chunk:05d}.bin"
+
+
 def apply_line(job: Preparation, line: dict[str, Any]) -> None:
-    """Add the counts of a journal line to the preparation, and set its position."""
+    """Add the counts of a journal line to the preparation, and set its position.
+
+    Raises ValueError if the line before it is missing, or the line is there twice.
+    """
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
-    job.chunks += 1
     for split, entry in line["splits"].items():
+        if entry["tokens"] and entry["name"] != shard_name(split, job.chunks):
+            raise ValueError(
+                f"line {job.chunks + 1} is that of {entry['name']}, out of order"
+            )
         counts = job.splits[split]
         counts.documents += entry["documents"]
         counts.tokens += entry["tokens"]
@@ -457,6 +468,7 @@ def apply_line(job: Preparation, line: dict[str, Any]) -> None:
             counts.shards.append(
                 Shard(entry["name"], entry["tokens"], entry["crc32"], shard_digest)
             )
+    job.chunks += 1
 
 
 def resume(job: Preparation) -> None:

@@ -271,6 +271,7 @@ def test_a_backup_of_hard_links_of_a_journal_stays_as_it_was(
         lambda line: b"[" * 20_000,
         lambda line: line.replace(b'"documents": ', b'"documents": 1'),
         lambda line: b"{}",
+        lambda line: line + b"\n" + line,
     ],
 )
 def test_an_altered_journal_is_one_message(jsonl, tmp_path, change, interrupted):
