@@ -6,6 +6,7 @@ is called: JAX takes longer than most answers.
 
 import importlib
 import io
+import logging
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import sys
 from types import FrameType
 
 from trainer.cli import commands
-from trainer.errors import UserError, complain, leave
+from trainer.errors import PrintableRecord, UserError, complain, leave
 from trainer.text import nearest
 from trainer.version import __version__
 
@@ -71,6 +72,7 @@ def open_streams() -> None:
 def command() -> None:
     """Run the command that the arguments name, and exit with its code."""
     open_streams()
+    logging.setLogRecordFactory(PrintableRecord)
     # Libraries swallow a KeyboardInterrupt that meets their import.
     signal.signal(signal.SIGINT, end_at_once)
     name, *arguments = sys.argv[1:] or ["train"]

@@ -7,6 +7,7 @@ lists all codes.
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import select
@@ -48,6 +49,17 @@ def printable(text: str) -> str:
       'a\\\\x1b[2J'
     """
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class PrintableRecord(logging.LogRecord):
+    """A log record whose message is `printable`.
+
+    Libraries log names that a stranger gave to files, and their handlers print them.
+    """
+
+    def getMessage(self) -> str:
+        """Return the message."""
+        return printable(super().getMessage())
 
 
 def complain(text: object) -> None:

@@ -1,6 +1,7 @@
 """The one command: which command runs, `--key=value`, and answers without JAX."""
 
 import glob
+import logging
 import math
 import os
 import shlex
@@ -28,6 +29,14 @@ def called(monkeypatch, capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         command()
     return ended.value.code, *capsys.readouterr()
+
+
+def test_the_log_of_a_library_has_no_control_characters(monkeypatch, capsys, caplog):
+    """It names the files of a data set, as its author named them."""
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    assert called(monkeypatch, capsys, "--version")[0] == 0
+    logging.getLogger("datasets.arrow").error("cannot read %r, %s", 1, "a\x1b]0;b\x07")
+    assert caplog.messages == ["cannot read 1, a\\x1b]0;b\\x07"]
 
 
 def test_dashes_before_a_key_are_left_out():
