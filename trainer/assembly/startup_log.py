@@ -170,7 +170,7 @@ def describe_change(
 
 
 def describe_other_machine(
-    c: schema.Config, mesh: jax.sharding.Mesh, checkpoint: Restored
+    c: schema.Config, w: Workload, checkpoint: Restored
 ) -> list[str]:
     """Return lines if a run resumes on other devices or another mesh, or with other
     versions or settings of JAX.
@@ -181,12 +181,19 @@ def describe_other_machine(
         return []
     start = f"resumed after step {checkpoint.step:,}"
     lines = []
-    devices, saved_devices = describe_mesh(mesh), checkpoint.meta.get("devices")
+    devices, saved_devices = describe_mesh(w.mesh), checkpoint.meta.get("devices")
     if saved_devices not in (None, devices):
         lines.append(
             f"{start} on other devices: {devices} (was {saved_devices}); sums are taken"
             " in another order, so losses can differ slightly from those of the same"
             " devices"
+        )
+    rows, saved_rows = w.data.val.batch_size, checkpoint.meta.get("validation_rows")
+    if saved_rows not in (None, rows) and not checkpoint.is_fork:
+        lines.append(
+            f"{start} on other devices, where a batch of the validation has {rows}"
+            f" sequences of its text (was {saved_rows}): validation losses are not"
+            " comparable with earlier ones, and step=best compares those from here on"
         )
     saved = checkpoint.meta.get("settings") or {}
     changed = [

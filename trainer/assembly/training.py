@@ -224,7 +224,7 @@ def open_session(
     checkpoint, change = with_schedule_change(config, checkpoint)
     record_start(config, workload, directory, checkpoint, overrides)
     phase = phases.phase_after(checkpoint)
-    other_machine = describe_other_machine(config, workload.mesh, checkpoint)
+    other_machine = describe_other_machine(config, workload, checkpoint)
     for line in [
         *describe_run(phase.config, phase.workload),
         *describe_idle(phase.task.model.policy, overrides),
@@ -501,6 +501,7 @@ def phase_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
         "model": architecture(model.spec),
         "precision": dataclasses.asdict(model.policy),
         "rows": model.rows,
+        "validation_rows": workload.data.val.batch_size,
         "data": workload.data.manifest.fingerprint,
         "data_content": workload.data.manifest.content,
         "tokenizer": tokenizer.name,

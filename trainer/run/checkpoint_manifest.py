@@ -88,14 +88,18 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
     """Return the step whose manifest has the lowest validation loss, of equal ones the
     newest; None: no step has one.
 
+    On other devices a validation may read other rows of a short text. Only losses of
+    the newest one's rows are compared.
+
     Args:
       directory: that of the checkpoints.
-      steps: those of its checkpoints.
+      steps: those of its checkpoints, ascending.
 
     Raises:
       UserError: a manifest is damaged, and its checkpoint may be the best.
     """
     losses: dict[int, float] = {}
+    rows: dict[int, int | None] = {}
     for step in steps:
         folder = directory / str(step)
         manifest = intact_manifest(folder)
@@ -108,7 +112,14 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
         loss = validation_loss(folder, manifest)
         if loss is not None:
             losses[step] = loss
-    return min(losses, key=lambda step: (losses[step], -step), default=None)
+            rows[step] = manifest["meta"].get("validation_rows")
+    if not losses:
+        return None
+    newest = rows[max(rows)]
+    comparable = [
+        step for step in rows if newest is None or rows[step] in (None, newest)
+    ]
+    return min(comparable, key=lambda step: (losses[step], -step))
 
 
 def check_not_removed(path: Path) -> None:

@@ -113,6 +113,8 @@ FIELDS: dict[str, Any] = {
     "trainable": STRINGS,
     # tokens that a matmul of a linear layer takes at once; see `Model.rows`
     "rows": Positive | None,
+    # sequences of a validation batch; None: saved by an earlier version
+    "validation_rows": Positive | None,
     "data": str,
     "data_content": str | None,
     "tokenizer": str,

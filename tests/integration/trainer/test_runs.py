@@ -297,6 +297,19 @@ def test_fine_tuning_starts_from_a_run_or_a_hugging_face_directory(finished_run)
     assert read.encode("In the é").ids == list("In the é".encode())
 
 
+def test_a_short_validation_text_that_other_devices_cut_elsewhere_is_said(tmp_path):
+    (tmp_path / "short.txt").write_text("In the beginning. " * 1200)
+    args = ["data=text", "data.paths=[short.txt]", "data.val_fraction=0.02"]
+    args += ["data.tokenizer=byte"]
+    args += ["tracker=jsonl", "sample.max_new_tokens=0", "train.batch_tokens=512"]
+    here(tmp_path, "A", "train.steps=1", *args)
+    output = here(tmp_path, "A", "train.steps=2", "parallel.data=8", *args)
+    rows = "a batch of the validation has 8 sequences of its text (was 13)"
+    assert f"resumed after step 1 on other devices, where {rows}" in output
+    tokens = [row["val/tokens"] for row in values(tmp_path / "A")]
+    assert tokens == [13 * 32, 8 * 32]
+
+
 def test_the_last_checkpoint_is_compared_on_the_batches_of_every_validation(tmp_path):
     args = [
         "optimizer.lr=0",

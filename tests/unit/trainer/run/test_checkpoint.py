@@ -99,6 +99,20 @@ def test_the_newest_stay_and_the_best_also_after_a_restart(open_checkpointer):
     assert (second.steps(), second.best_step) == ([4, 9], 4)
 
 
+def test_the_best_one_has_read_the_validation_text_of_the_newest(open_checkpointer):
+    """On another number of devices a short text gives other rows."""
+    checkpointer = open_checkpointer(keep=9)
+    for step, loss, rows in [(1, 1.0, 12), (2, 2.0, 8), (3, 3.0, 8)]:
+        meta = {"validation_rows": rows}
+        checkpointer.save(step, make_state(step), meta, val_loss=loss)
+    checkpointer.wait()
+    assert checkpointer.best_step == 2
+    # Checkpoints of earlier versions do not say their rows.
+    checkpointer.save(4, make_state(4), {}, val_loss=4.0)
+    checkpointer.wait()
+    assert checkpointer.best_step == 1
+
+
 def test_saving_the_newest_step_again_is_nothing_to_do_and_an_earlier_one_an_error(
     open_checkpointer,
 ):
