@@ -197,36 +197,40 @@ def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> J
     return ()
 
 
-def size_on_device(size: tuple[int, int], kind: str, tensor: int) -> tuple[int, int]:
-    """Return a layer's (inputs, outputs) on each of `tensor` devices that split it."""
-    inputs, outputs = size
-    if kind == "row":
-        return inputs // tensor, outputs
-    return inputs, outputs // tensor
-
-
-def products_made(
-    size: tuple[int, int],
+def expected_products(
+    model: Model,
+    paths: Iterable[str],
     tokens: int,
     gemms: Sequence[Gemm],
-    *,
-    is_trained: bool,
-    wide_forward: bool = False,
-) -> dict[str, Product]:
-    """Return the FP8 matmuls of a layer that a step needs, by name.
+    frozen: Collection[str],
+    tensor: int,
+) -> dict[str, dict[str, Product]]:
+    """Return the FP8 matmuls that a step needs of each layer in `paths`, by name.
 
     A frozen kernel has no gradient. Its input only has one if an earlier layer is
-    trained, in which case the program has a matmul of that size.
+    trained, in which case the program has a matmul of that size. See `not_fp8` for the
+    arguments.
     """
-    products = dict(zip(PRODUCTS, layer_products(size, tokens), strict=True))
+    sizes = linear_sizes(model.spec)
+    kinds = {role.layer: role.kind for role in jax.tree.leaves(model.roles)}
     output, input_gradient, weight_gradient = PRODUCTS
-    if wide_forward:
-        del products[output]
-    if not is_trained:
-        del products[weight_gradient]
-        if not any(can_be(gemm, products[input_gradient]) for gemm in gemms):
-            del products[input_gradient]
-    return products
+    expected = {}
+    for path in paths:
+        inputs, outputs = sizes[path]
+        if kinds.get(path) == "row":
+            inputs //= tensor
+        else:
+            outputs //= tensor
+        sizes_of_products = layer_products((inputs, outputs), tokens)
+        products = dict(zip(PRODUCTS, sizes_of_products, strict=True))
+        if model.policy.has_wide_forward:
+            del products[output]
+        if path in frozen:
+            del products[weight_gradient]
+            if not any(can_be(gemm, products[input_gradient]) for gemm in gemms):
+                del products[input_gradient]
+        expected[path] = products
+    return expected
 
 
 def not_fp8(
@@ -254,23 +258,13 @@ def not_fp8(
       tensor: devices over which heads and hidden channels are split.
     """
     layers = linear_sizes(model.spec)
-    kinds = {role.layer: role.kind for role in jax.tree.leaves(model.roles)}
-    gemms = without_peeled(program.gemms)
-    narrow = [gemm for gemm in gemms if gemm.is_narrow]
     not_chosen = skipped_matmuls(model.policy, layers)  # by configuration or widths
     skipped = skipped_matmuls(model.policy, layers, tokens)
+    chosen = [path for path in layers if path not in not_chosen]
+    products = expected_products(model, chosen, tokens, program.gemms, frozen, tensor)
+    gemms = without_peeled(program.gemms)
+    narrow = [gemm for gemm in gemms if gemm.is_narrow]
     others = [gemm for gemm in gemms if not gemm.is_narrow]
-    products = {
-        path: products_made(
-            size_on_device(size, kinds.get(path, "column"), tensor),
-            tokens,
-            program.gemms,
-            is_trained=path not in frozen,
-            wide_forward=model.policy.has_wide_forward,
-        )
-        for path, size in layers.items()
-        if path not in not_chosen
-    }
     every = [product for layer in products.values() for product in layer.values()]
     siblings: dict[str, dict[str, dict[str, Product]]] = {}
     for path, layer in products.items():
