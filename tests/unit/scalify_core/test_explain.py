@@ -15,6 +15,7 @@ from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
+from scalify_core.debug.explanation import Figures
 
 # Most of what can be lost is at scales that are propagated.
 explain = functools.partial(sc.explain, scales="static")
@@ -359,3 +360,14 @@ def test_zeros_by_a_comparison_do_not_want_a_wider_format():
     zeros = r"first loss: .* are zero, which are not in plain FP32, .*a comparison.*"
     assert re.search(f"{zeros} the other way", actual)
     assert "wider format" not in actual
+
+
+def test_values_near_the_smallest_normal_number_lose_bits_before_they_are_zero():
+    tiny = 2.0**-14
+    figures = Figures(
+        scale=1.0, expected=1.0, measured=tiny, due=8 * tiny, flushed=0.0,
+        flushed_norm=0.0, vanished=0.0, saturated=0.0, error=0.1, operand_error=0.0,
+        operand_vanished=0.0,
+    )  # fmt: skip
+    for due, loses in ((8 * tiny, True), (32 * tiny, False), (0.0, False)):
+        assert figures._replace(due=due).loses(0.01, 2.0**-11, tiny) == loses

@@ -159,16 +159,18 @@ def test_weights_that_are_zero_at_run_time_scales_learn(scale_shape):
     assert_array_equal(np.asarray(add(w, 1e9 * exact, False)), np.asarray(w))
 
 
-def test_a_run_time_scale_follows_weights_that_shrink():
+@pytest.mark.parametrize("scale_shape", [(), (1,)])
+def test_a_run_time_scale_follows_weights_that_shrink(scale_shape):
     """By a tenth a step, to 2^-45: at its first scale FP16 ends at 2^-24."""
 
     def shrink(n, carry):
         p, exact, moves = carry
         how = {"rounding": "stochastic", "seed": 0, "step": n}
         new = apply_updates(p, -0.1 * asarray(p), **how)
-        return new, exact * 0.9, moves + (new.scale != p.scale)
+        return new, exact * 0.9, moves + jnp.sum(new.scale != p.scale)
 
     p = as_scaled_array(draw_normal(0, (64,)), dtype=HALF)
+    p = ScaledArray(p.data, p.scale.reshape(scale_shape))
     p, exact, moves = jax.lax.fori_loop(0, 300, shrink, (p, asarray(p), 0))
     # Roundings to one of two neighbors, each off by at most an epsilon, add up as their
     # root.

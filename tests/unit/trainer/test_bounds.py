@@ -34,8 +34,8 @@ CASES = [
     ),
     (
         Annotated[float, BELOW_1],
-        (0.0, 0.999),
-        (1.0, -0.1, math.nan),
+        (0.0, 1 - 2**-24),
+        (1 - 2**-25, 1.0, -0.1, math.nan),
         r"a number in \[0, 1 - 2\^-24\]",
     ),
     (Annotated[float, UP_TO_1], (0.0, 1.0), (1.001, math.nan), r"a number in \[0, 1\]"),

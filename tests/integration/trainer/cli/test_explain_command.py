@@ -78,7 +78,7 @@ def test_a_precision_without_scales_is_refused(settings, capsys):
 def test_a_fresh_model_is_explained_and_its_rows_are_written(settings, capsys):
     folder, arguments = settings
     assert (
-        run("explain", [*arguments, "top=5", f"out={folder}/rows.json", "sequences=2"])
+        run("explain", [*arguments, "top=5", f"out={folder}/rows.json", "sequences=8"])
         == 0
     )
     printed = capsys.readouterr().out

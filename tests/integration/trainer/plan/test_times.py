@@ -214,3 +214,36 @@ def test_transposes_and_sums_take_what_a_profile_showed():
     moved = (2 * 2 * elements + 2 * 4 * 4096**2) / 3.35e12 / rate.bytes
     expected = product + moved + rate.fixed_us * 1e-6
     assert actual["sum"] == pytest.approx(expected, rel=1e-3)
+
+
+LOOP = """HloModule m
+
+%body (t: (s32[], f16[4096,4096])) -> (s32[], f16[4096,4096]) {
+  %t = (s32[], f16[4096,4096]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f16[4096,4096]{1,0} get-tuple-element(%t), index=1
+  %dot = f16[4096,4096]{1,0} custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", metadata={op_name="jvp()/d"}, backend_config={"gemm_backend_config":{"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  ROOT %out = (s32[], f16[4096,4096]) tuple(%i, %dot)
+}
+
+%goes_on (t.1: (s32[], f16[4096,4096])) -> pred[] {
+  %t.1 = (s32[], f16[4096,4096]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (t.2: (s32[], f16[4096,4096])) -> (s32[], f16[4096,4096]) {
+  %t.2 = (s32[], f16[4096,4096]) parameter(0)
+  ROOT %while = (s32[], f16[4096,4096]) while(%t.2), condition=%goes_on, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_a_product_in_a_loop_takes_its_time_in_each_iteration():
+    program = Program(LOOP)
+    (gemm,) = program.gemms
+    assert gemm.times == 3
+    ((kernel, seconds),) = kernel_predictions(program, H100)
+    rate = RATES[PRODUCTS]
+    once = 2 * 4096**3 / 989.4e12 / rate.flops / fill(gemm, H100)
+    assert kernel.times == 3
+    assert seconds == pytest.approx(3 * (once + rate.fixed_us * 1e-6))

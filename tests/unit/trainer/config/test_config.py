@@ -71,6 +71,16 @@ def test_a_key_of_two_values_is_refused(command_line, keys):
     assert "only the last would count" in done.stderr
 
 
+def test_three_values_of_a_key_are_shown_and_of_more_the_first_and_the_last(
+    command_line,
+):
+    keys = [f"train.steps={n}" for n in (6, 5, 4, 3)]
+    shown = "train.steps=6 and train.steps=5 and train.steps=4: only the last"
+    assert shown in command_line(*keys[:3], "--cfg", "job").stderr
+    shown = "train.steps=6 and ... and train.steps=3: only the last"
+    assert shown in command_line(*keys, "--cfg", "job").stderr
+
+
 @pytest.mark.parametrize("key", ["seed", "train.steps", "resume.step", "optimizer.lr"])
 def test_a_number_of_thousands_of_digits_is_refused_in_a_line(key):
     with pytest.raises(UserError, match=rf"^{key}: expected a number of at most 64"):

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 
+import jax.numpy as jnp
 import pytest
 
 from scalify_core.numerics.formats import FloatFormat
@@ -14,6 +15,7 @@ from trainer.precision.fields import is_format
 from trainer.precision.gradients import (
     FIRST_LOSS_SCALE,
     first_loss_scale,
+    loss_scaled,
     next_loss_scale,
 )
 from trainer.precision.methods import METHODS, Method
@@ -69,3 +71,10 @@ def test_the_formats_of_a_configuration_are_those_that_the_library_has():
         except ValueError:
             is_parsed = False
         assert is_format(name) == is_parsed, name
+
+
+def test_a_loss_scale_keeps_gradients_that_half_precision_does_not_hold():
+    gradient = loss_scaled(lambda w, x: (w * x).astype(jnp.float32))
+    half = jnp.float16(1)
+    loss, grads, _ = gradient(half, first_loss_scale(), jnp.float32(2.0**-26))
+    assert (loss, grads, grads.dtype) == (2.0**-26, 2.0**-26, jnp.float32)

@@ -5,6 +5,7 @@ import pytest
 
 from trainer.observe.records import read_rows, read_samples
 from trainer.observe.trackers.choose import make_tracker
+from trainer.observe.trackers.jsonl import JsonlTracker
 from trainer.observe.trackers.protocol import Tracker, TrackerGroup, TrackerStart
 
 
@@ -36,6 +37,24 @@ def test_every_call_reaches_every_tracker(tmp_path):
     assert [r.calls for r in recorders] == [calls, calls]
     methods = {name for name in vars(Tracker) if not name.startswith("_")}
     assert {name for name, *_ in calls} == methods - {"id", "checkpoint_state"}
+
+
+def test_records_of_later_steps_are_sent_again_rows_before_texts(tmp_path):
+    log = JsonlTracker()
+    log.start(TrackerStart(tmp_path, 0, {}))
+    for step in (1, 2, 3):
+        log.sample(step, "sample", f"text of {step}")
+        log.row(step, {"train/loss": 1 / step})
+    log.event(3, "FP8 is used")
+    recorder = Recorder()
+    log.replay(recorder, after=1)
+    assert recorder.calls == [
+        ("row", 2, {"train/loss": 1 / 2}),
+        ("sample", 2, "sample", "text of 2"),
+        ("row", 3, {"train/loss": 1 / 3}),
+        ("event", 3, "FP8 is used"),
+        ("sample", 3, "sample", "text of 3"),
+    ]
 
 
 def test_every_tracker_finishes_even_if_one_before_it_cannot():
