@@ -22,6 +22,7 @@ from trainer.run.libraries import numeric_settings
 from trainer.run.metadata import saved_config
 from trainer.run.phases import Phases, TrainingPhase
 from trainer.step.schedule import LearningRates
+from trainer.text import as_typed
 from trainer.version import __version__
 from trainer.workload import Workload
 
@@ -153,7 +154,7 @@ def changed_schedule_keys(saved: schema.Config, c: schema.Config) -> str:
     """Return the keys of the learning-rate schedule that changed, in words."""
     old, new = dict(flatten(to_tree(saved))), dict(flatten(to_tree(c)))
     return "; ".join(
-        f"{key}={new[key]}, was {old.get(key)}"
+        f"{key}={as_typed(new[key])}, was {as_typed(old.get(key))}"
         for key in new
         if old.get(key) != new[key] and in_groups(key, SCHEDULE_KEYS)
     )

@@ -41,7 +41,7 @@ from trainer.parallel.processes import (
     shared_name,
 )
 from trainer.run.checkpoint import Checkpointer
-from trainer.text import override
+from trainer.text import as_typed, override
 
 # Files that a run writes, which a user may have under the same name. The folders that
 # it writes to are in `FOLDERS`.
@@ -458,7 +458,7 @@ def config_differences(
         old_value = old_values.get(key)
         new_value = new_values.get(key, "absent")
         if normalized(key, old_value) != normalized(key, new_value):
-            changes[key] = f"{key}={new_value} (was {old_value})"
+            changes[key] = f"{key}={as_typed(new_value)} (was {as_typed(old_value)})"
     return changes
 
 

@@ -46,7 +46,7 @@ def test_another_configuration_is_refused_with_the_keys_that_differ(run_dir):
     train = {"steps": 10, "batch_tokens": 128}
     with pytest.raises(UserError) as error:
         run_dir.write_config(CONFIG | {"seed": 2, "train": train, "new": {"key": True}})
-    changes = "seed=2 (was 1); train.batch_tokens=128 (was 64); new.key=True"
+    changes = "seed=2 (was 1); train.batch_tokens=128 (was 64); new.key=true"
     assert f"belongs to another configuration: {changes}" in str(error.value)
     assert "\n" not in str(error.value)
     assert saved_config(run_dir)["seed"] == 1
@@ -110,7 +110,7 @@ SUMS = {"reduce": "fp32", "deterministic_reduce": False}
             PARALLEL | SUMS,
             {"data": 1, "fsdp": 2, "tensor": 2, "distributed": False},
             {"reduce": "fp8", "deterministic_reduce": True},
-            r"reduce=fp8 \(was fp32\); .*reduce=True \(was False\); restore these",
+            r"reduce=fp8 \(was fp32\); .*reduce=true \(was false\); restore these",
         ),
         ("tracker", {"tags": ("a",)}, {"tags": ("c",)}, {}, None),
     ],
@@ -143,7 +143,7 @@ def test_a_path_is_the_same_with_a_slash_at_its_end_and_a_name_is_not(run_dir):
     run_dir.write_config(given("gpt2", "a.txt", "books/"))
     run_dir.check(given("gpt2/", "a.txt", "books"))
     for other, says in (
-        (given("/", "b.txt"), r"init_from=/ \(was gpt2\); data\.paths=\['b\.txt'\]"),
+        (given("/", "b.txt"), r"init_from=/ \(was gpt2\); data\.paths=\[b\.txt\]"),
         (
             given("gpt2", "a.txt", "books", tokenizer="gpt2/"),
             r"configuration: data\.tokenizer=gpt2/ \(was gpt2\);",
