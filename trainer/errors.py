@@ -163,6 +163,14 @@ def broken_pipe_code() -> int:
     return 128 + signal.SIGPIPE
 
 
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without waiting for threads, exit hooks or other processes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a closed pipe
+            stream.flush()
+    os._exit(code)
+
+
 def leave(code: int) -> NoReturn:
     """Exit with this code, also if standard output cannot be written any more.
 

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import traceback
@@ -28,7 +27,7 @@ from trainer.cli.train import LOST_PROCESS
 from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
-from trainer.errors import UserError, complain
+from trainer.errors import UserError, complain, exit_at_once
 from trainer.text import how_to_install, show
 
 # The start of a line of Ray's log, or of a message of Ray about a lost process.
@@ -420,8 +419,7 @@ def fit(trainer: Trainer, stop: Any) -> int:
 def end_at_once(number: int) -> NoReturn:
     """End the command after a signal. Ray then ends its workers."""
     show(RESUME)
-    sys.stdout.flush()
-    os._exit(128 + number)
+    exit_at_once(128 + number)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ from trainer.config.schema import Config
 from trainer.errors import (
     UserError,
     complain,
+    exit_at_once,
     explain_file_errors,
     leave,
     run_and_flush,
@@ -454,7 +455,9 @@ def command(arguments: list[str]) -> NoReturn:
         else:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
-        exit_without_waiting(1)
+        # If all processes waited for each other, a launcher that watches them could not
+        # see which one failed.
+        exit_at_once(1)
     if code and is_distributed():
         # The others usually end for the same reason, so wait for them. If they do not
         # end, this process failed alone, and they wait for it.
@@ -464,22 +467,10 @@ def command(arguments: list[str]) -> NoReturn:
         shutdown.start()
         shutdown.join(LEAVE_SECONDS)
         if shutdown.is_alive():
-            exit_without_waiting(code)
+            exit_at_once(code)
     leave(code)
 
 
 def is_distributed() -> bool:
     """Return whether this is one of several processes, which JAX awaits at exit."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
-
-
-def exit_without_waiting(code: int) -> NoReturn:
-    """Exit at once, without waiting for the other processes.
-
-    If all processes waited, a launcher that watches them could not see which one
-    failed.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a closed pipe
-            stream.flush()
-    os._exit(code)

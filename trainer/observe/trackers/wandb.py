@@ -12,7 +12,6 @@ import os
 import queue
 import re
 import shlex
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.errors import UserError
+from trainer.errors import UserError, exit_at_once
 from trainer.files import path_of, read_file, write_atomically
 from trainer.observe.records import without_layers
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
@@ -194,7 +193,7 @@ class WandbTracker(Tracker):
         if self._thread.is_alive():
             self._give_up("does not finish")
             # It runs before W&B's hook, which would wait forever.
-            atexit.register(_exit_at_once, exit_code)
+            atexit.register(exit_at_once, exit_code)
 
     def _start_row(self, step: int) -> None:
         """Start the row of a step, and send the previous one.
@@ -255,13 +254,6 @@ class WandbTracker(Tracker):
                 "W&B failed (%s): continuing without it; metrics.jsonl has all rows",
                 reason,
             )
-
-
-def _exit_at_once(exit_code: int) -> None:
-    """End the process without its remaining exit hooks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -> str:

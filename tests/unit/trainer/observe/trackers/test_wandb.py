@@ -212,7 +212,7 @@ def test_when_wandb_hangs_the_training_goes_on_and_ends(
     tracker.finish(3)
     assert caplog.text.count("continuing without it; metrics.jsonl has all rows") == 1
     assert logged_steps(tmp_path) == list(range(1, 101))
-    assert exits == [(wandb._exit_at_once, 3)]
+    assert exits == [(wandb.exit_at_once, 3)]
     hanging.set()
 
 
