@@ -128,8 +128,8 @@ class WandbTracker(Tracker):
                 # Not its earlier parts: a stranger's log may name an entity of theirs,
                 # and a private file as an artifact, which `wandb sync` would upload.
                 logger.info(
-                    "W&B run, offline; to upload what this start records, after the"
-                    " parts of earlier starts: %s -m wandb sync %s",
+                    "W&B run, offline; to upload what this start records:"
+                    " %s -m wandb sync %s",
                     python_command(),
                     shlex.quote(str(Path(run.dir).parent)),
                 )
