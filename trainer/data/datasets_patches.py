@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 # Builders that cast tables, in the reference version of `datasets`.
 CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
+# Those whose texts are exact: webdataset's are files of an archive. Of others, some
+# read NA as missing (imagefolder), cut lines (harbor) or write numbers as text (eval).
+EXACT_BUILDERS = (*CASTING_BUILDERS, "csv", "webdataset")
 MAX_YAML_NODES = 1 << 20  # of a README.md, aliases written out; a large one has 10,000
 
 
@@ -118,8 +121,14 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
     has text.
 
     Raises:
-      UserError: the method is private to `datasets`, and this version lacks it.
+      UserError: another builder than `EXACT_BUILDERS`; or the method is private to
+          `datasets`, and this version lacks it.
     """
+    if builder.name not in EXACT_BUILDERS:
+        raise UserError(
+            f"data=hf: `datasets` reads it as {builder.name}, and may change or drop"
+            f" texts; valid: {', '.join(EXACT_BUILDERS)}; save the texts as JSON lines"
+        )
     cast = getattr(builder, "_cast_table", None)
     if cast is None and builder.name in CASTING_BUILDERS:
         raise unknown_version(builder.name)

@@ -39,6 +39,28 @@ def refused(tmp_path, message, folder="set", **settings):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("files", "name", "column"),
+    [
+        (
+            {"a.png": b"pixels", "metadata.csv": "file_name,text\na.png,NA\n"},
+            "image",
+            "text",
+        ),
+        (
+            {"train/task.toml": "", "train/instruction.md": "# canary\nb"},
+            "har",
+            "instruction",
+        ),
+    ],
+    ids=["pandas drops NA", "first lines are cut"],
+)
+def test_a_format_whose_texts_are_not_checked_is_refused(tmp_path, files, name, column):
+    write(tmp_path / "set", files)
+    message = rf"`datasets` reads it as {name}\w+, and may change or drop texts"
+    refused(tmp_path, message, column=column)
+
+
 NO_ROWS = pa.table({"text": pa.array([], "utf8")})
 LONG = "x" * 200_000
 FEATURES = """---
