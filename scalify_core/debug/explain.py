@@ -207,7 +207,8 @@ class Recorder(precision_warnings.Observer):
         outer = self._inside, self._frame
         inside, self._inside, self._frame = self._inside, None, None
         try:
-            if inside is None or _is_traced():
+            # A JAX transformation that is tracing this has no numbers.
+            if inside is None or isinstance(lax.full((), 0), jax.core.Tracer):
                 return run()
             with jax.disable_jit(False), precision_warnings.watching(None):
                 tensors = self._tensors_of(jaxpr, args, inside)
@@ -456,8 +457,3 @@ def _is_stepwise(eqn: Any) -> bool:
     return eqn.params.get("length") != 0 and (
         condition is None or condition.out_avals[0].shape == ()
     )
-
-
-def _is_traced() -> bool:
-    """Return whether a JAX transformation is tracing the current computation."""
-    return isinstance(lax.full((), 0), jax.core.Tracer)

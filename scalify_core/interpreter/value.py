@@ -279,7 +279,7 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
     """
     if not isinstance(v, Value):
         return materialize(v)
-    return saturating_cast(data32_at(v, 1.0), dtype)
+    return saturating_cast(logical(v), dtype)
 
 
 def logical(v: Any) -> Any:

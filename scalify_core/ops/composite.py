@@ -231,15 +231,11 @@ def _bind(
         # the scale.
         first = len(jax.tree.leaves(traced.out_info[0]))
         argument = dict(zip(traced.jaxpr.invars, leaves, strict=True))
+        pairs = zip(traced.jaxpr.outvars[first:], out[first:], strict=True)
         out[first:] = [
-            argument.get(var, x) if _is_var(var) else x
-            for var, x in zip(traced.jaxpr.outvars[first:], out[first:], strict=True)
+            x if isinstance(var, Literal) else argument.get(var, x) for var, x in pairs
         ]
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), out)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
 
 
 @per_jaxpr

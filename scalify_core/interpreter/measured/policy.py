@@ -17,7 +17,7 @@ The format of a product is decided here:
 - Attention has 16 bits (`composites._attention`). Other composites without a rule in
   `composites`, as `linear_cross_entropy`, have FP32 products.
 
-Under propagated scales no product is FP32 on request: `rules.matmul._contract` has the
+Under propagated scales no product is FP32 on request: `rules.matmul._product` has the
 format of the data, `_forward` FP8. Attention and the head's loss have that of the data
 at static scales, and FP32 at others (`rules.composites.kernel_operands`).
 """

@@ -35,17 +35,6 @@ from scalify_core.numerics.jaxprs import as_traced
 from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
 
 
-def _contract(eqn: Any, a: Any, b: Any, *rest: Any, count: float) -> Value:
-    (a, b), dtype = lifted(*map(v.scalar_scale, (a, b)))
-    operands = as_traced(eqn, [formats.saturating_cast(x.data, dtype) for x in (a, b)])
-    if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
-        # the user cast to a narrow dtype, and wants a wide result
-        dtype = eqn.outvars[0].aval.dtype
-    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
-    data = saturated(eqn.primitive.bind(*operands, *rest, **params))
-    return _summed_products(data, a, b, count, dtype)
-
-
 def _summed_products(data: Any, a: Value, b: Value, count: float, dtype: Any) -> Value:
     """Return sums of `count` products of the data of `a` and `b`."""
     # Independent terms add up as their squares do. Where they agree, as over the tokens
@@ -75,26 +64,30 @@ def saturated(x: jax.Array) -> jax.Array:
     return x
 
 
-@rule("dot_general", wide=False)
-def _dot_general(eqn: Any, a: Any, b: Any) -> Value:
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    return _contract(eqn, a, b, count=math.prod(a.shape[axis] for axis in contracting))
+@rule("dot_general", "ragged_dot_general", "conv_general_dilated", wide=False)
+def _product(eqn: Any, a: Any, b: Any, *rest: Any) -> Value:
+    count = _terms(eqn, a, b)
+    (a, b), dtype = lifted(*map(v.scalar_scale, (a, b)))
+    operands = as_traced(eqn, [formats.saturating_cast(x.data, dtype) for x in (a, b)])
+    if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
+        # the user cast to a narrow dtype, and wants a wide result
+        dtype = eqn.outvars[0].aval.dtype
+    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    data = saturated(eqn.primitive.bind(*operands, *rest, **params))
+    return _summed_products(data, a, b, count, dtype)
 
 
-@rule("ragged_dot_general", wide=False)
-def _ragged_dot_general(eqn: Any, a: Any, b: Any, group_sizes: Any) -> Value:
-    (contracting, _), _ = eqn.params[
-        "ragged_dot_dimension_numbers"
-    ].dot_dimension_numbers
-    return _contract(
-        eqn, a, b, group_sizes, count=math.prod(a.shape[axis] for axis in contracting)
-    )
-
-
-@rule("conv_general_dilated", wide=False)
-def _conv(eqn: Any, x: Any, kernel: Any) -> Value:
-    outputs = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return _contract(eqn, x, kernel, count=math.prod(kernel.shape) / outputs)
+def _terms(eqn: Any, a: Any, b: Any) -> float:
+    """Return the number of terms in each element of a product's result."""
+    params = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        return math.prod(b.shape) / b.shape[params["dimension_numbers"].rhs_spec[0]]
+    if eqn.primitive.name == "ragged_dot_general":
+        dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    else:
+        dims = params["dimension_numbers"]
+    (contracting, _), _ = dims
+    return math.prod(a.shape[axis] for axis in contracting)
 
 
 # The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
