@@ -1,8 +1,10 @@
 """The part of a chart's values that is shown."""
 
+import math
+
 import pytest
 
-from trainer.report.charts import Line, value_range
+from trainer.report.charts import Line, StepAxes, value_range
 
 FALL = [5.6, 5.0, 4.4, 3.9, 3.5, *(3.2 - 0.01 * i for i in range(40))]
 
@@ -20,3 +22,9 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted(
 ):
     _, high, above = value_range([Line("", range(len(ys)), ys)])
     assert (least < high < most, above) == (True, count)
+
+
+def test_tokens_and_hours_at_a_step_are_interpolated_and_unknown_without_steps():
+    axes = StepAxes([0, 10], [0, 5120], [0, 2])
+    assert axes.at([5, 10]) == ([2560, 5120], [1, 2])
+    assert all(math.isnan(x) for values in StepAxes().at([5]) for x in values)
