@@ -41,3 +41,20 @@ def test_sizes_of_a_model_are_bounded_by_its_arrays_and_heads_may_be_narrow():
         large = dataclasses.replace(narrow, **sizes)
         with pytest.raises(UserError, match=r"checkpoint 3: .* have at least"):
             validate_metadata({"model": architecture(large)}, arrays, "checkpoint 3")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ({"dtype": "<U5"}, "x is <U5, which is no format of numbers"),
+        ({"dtype": "float17"}, "float17"),
+        ({"shape": [-1]}, "shape"),
+        ({"checksum": []}, "checksum"),
+        ({"impl": "md5"}, "impl"),
+    ],
+)
+def test_a_description_of_an_array_that_cannot_be_is_refused(leaf, message):
+    right = {"shape": [2], "dtype": "float16", "checksum": "0" * 16}
+    validate_metadata({}, {"x": right}, "checkpoint 3")
+    with pytest.raises(UserError, match=f"checkpoint 3.*{message}"):
+        validate_metadata({}, {"x": right | leaf}, "checkpoint 3")
