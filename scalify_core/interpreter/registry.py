@@ -190,7 +190,11 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     Values have at least FP32, also where the user cast them to a narrower dtype.
     """
     if eqn.primitive.name == "scalify_composite":
-        return called(eqn, *operands)
+        # Its function is traced anew with FP32 operands: a user's cast to FP16 in front
+        # of it is not to overflow.
+        args = [v.unscaled(x) for x in operands]
+        wide = [formats.as_float32(x) if is_float(x) else x for x in args]
+        return eqn.params["call"].bind(*wide)
     pairs = zip(operands, eqn.invars, strict=True)
     if _means_its_dtype(eqn):
         return bind_all(eqn, *(_as_traced(x, var.aval) for x, var in pairs))
@@ -220,18 +224,6 @@ def _means_its_dtype(eqn: Any) -> bool:
         return False
     inner = any(True for _ in jaxprs_in_params(eqn.params))
     return inner and any(is_narrow(x.aval) for x in eqn.invars)
-
-
-def called(eqn: Any, *operands: Any) -> list[Any]:
-    """Return the results of a composite on logical values, plain.
-
-    Its function is traced anew with FP32 operands: a user's cast to FP16 in front of it
-    is not to overflow.
-    """
-    args = [v.unscaled(x) for x in operands]
-    return eqn.params["call"].bind(
-        *(formats.as_float32(x) if is_float(x) else x for x in args)
-    )
 
 
 DEFAULT = Rule(default)

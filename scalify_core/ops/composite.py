@@ -240,6 +240,8 @@ def _bind(
 
 @per_jaxpr
 def _jitted(jaxpr: Any, name: str) -> Callable:
+    # The jaxpr and not the call: it was traced in the contexts of `compiler_hints`, in
+    # which it is not always lowered.
     jaxpr_ref = weakref.ref(jaxpr)
 
     def fun(*operands: jax.Array) -> Any:

@@ -110,12 +110,7 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     # whatever that of the operands is.
     out, lhs8, rhs8, *unused = call_on_data(call, forward, lhs.data, rhs.data)
     lhs_labels, rhs_labels = axis_labels
-    out = quantize.scaled_by(
-        out,
-        scale_for(lhs, lhs_labels, of_result),
-        scale_for(rhs, rhs_labels, of_result),
-    )
-    value = wide_value(out, v.result_dtype(*operands))
+    value = _scaled(out, (lhs, rhs), axis_labels, of_result, v.result_dtype(*operands))
     if call.name == "fp8_dot_general":
         return [value]
     return [
@@ -146,19 +141,26 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         call, backward, lhs.data, rhs.data, *unused, gradient.data
     )
     lhs_labels, rhs_labels, gradient_labels = axis_labels
-    out = []
-    for data, result, other, other_labels in (
-        (d_lhs, of_lhs, rhs, rhs_labels),
-        (d_rhs, of_rhs, lhs, lhs_labels),
-    ):
-        scales = (
-            scale_for(gradient, gradient_labels, result),
-            scale_for(other, other_labels, result),
-        )
-        out.append(
-            wide_value(quantize.scaled_by(data, *scales), v.result_dtype(*operands))
-        )
-    return out
+    dtype = v.result_dtype(*operands)
+    return [
+        _scaled(d_lhs, (gradient, rhs), (gradient_labels, rhs_labels), of_lhs, dtype),
+        _scaled(d_rhs, (gradient, lhs), (gradient_labels, lhs_labels), of_rhs, dtype),
+    ]
+
+
+def _scaled(
+    data: Any,
+    operands: Sequence[Value],
+    axis_labels: Sequence[Labels],
+    result: Labels,
+    dtype: np.dtype,
+) -> Value:
+    """Return a product of two operands' data times their scales."""
+    a, b = (
+        scale_for(x, labels, result)
+        for x, labels in zip(operands, axis_labels, strict=True)
+    )
+    return wide_value(quantize.scaled_by(data, a, b), dtype)
 
 
 @measured_composite("attention", "attention.fwd", "attention.bwd")

@@ -94,20 +94,16 @@ def results(
         return _product(eqn, operands, jaxpr)
     rule = registry.rule_of(eqn)
     if rule.control:  # the same under both policies
-        evaluate = _evaluator_inside(eqn, jaxpr, evaluate)
-        return rule.fun(eqn, *operands, evaluate=evaluate)
+        stacks: tuple[Reading | None, ...] = ()
+        if eqn.primitive.name in CALLS | {"scan"}:
+            stacks = _stacks(eqn, jaxpr, evaluate.stacks)
+        inner = dataclasses.replace(evaluate, stacks=stacks)
+        return rule.fun(eqn, *operands, evaluate=inner)
     if eqn.primitive.name == "scalify_composite":
         fun = rules.get(registry.key_of(eqn))
         if fun is not None:
             return fun(eqn.params["call"], eqn, *operands)
     return wide_results(eqn, *operands)
-
-
-def _evaluator_inside(eqn: Any, jaxpr: Any, evaluate: Any) -> Any:
-    """Return the evaluator of an equation's bodies, with what is known outside."""
-    if eqn.primitive.name not in CALLS | {"scan"}:
-        return dataclasses.replace(evaluate, stacks=())
-    return dataclasses.replace(evaluate, stacks=_stacks(eqn, jaxpr, evaluate.stacks))
 
 
 def _stacks(
@@ -133,6 +129,7 @@ def _stacks(
         if var in read_whole:
             stacks.append(None)
             continue
+        # A stack that no product reads has one scale for each iteration.
         ones = (1,) * len(var.aval.shape)
         reading = reads.get(var) or outside.get(var) or Reading(ones, ones)
         if eqn.primitive.name == "scan":  # an iteration makes a slice
@@ -158,9 +155,8 @@ def quantize_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None
     if name not in _READ_FURTHER_ON:
         return
     reads = reads_in(jaxpr)
-    result_readings = [reads.get(var) for var in eqn.outvars]
-    readings = operand_readings(eqn, result_readings)
-    for atom, x, reading in zip(eqn.invars, operands, readings, strict=True):
+    of_operands = operand_readings(eqn, [reads.get(var) for var in eqn.outvars])
+    for atom, x, reading in zip(eqn.invars, operands, of_operands, strict=True):
         if isinstance(x, Value) and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
             if dtype.itemsize < 4:

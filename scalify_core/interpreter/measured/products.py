@@ -287,8 +287,10 @@ def operand_readings(
         reads = reads_in(eqn.params["jaxpr"])
         inner = [reads.get(var) for var in eqn.params["jaxpr"].invars]
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
+        # An iteration reads a slice.
         length = max(eqn.params["length"], 1)
-        return [*consts, *[None] * len(carry), *(_of_stack(x, length) for x in xs)]
+        stacks = [x and Reading((length, *x.must), (length, *x.may)) for x in xs]
+        return [*consts, *[None] * len(carry), *stacks]
     if name in CALLS and name != "shard_map":  # a device's shard has its own readers
         reads = reads_in(inner_jaxpr(eqn))
         return [reads.get(var) for var in inner_jaxpr(eqn).invars]
@@ -310,13 +312,6 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
         return None
     ones = (1,) * len(eqn.invars[0].aval.shape)
     return Reading(ones, ones)
-
-
-def _of_stack(reading: Reading | None, length: int) -> Reading | None:
-    """Return the reading of a stack of which each iteration of a scan reads a slice."""
-    if reading is None:
-        return None
-    return Reading(*((length, *parts) for parts in reading))
 
 
 def _common(readings: Sequence[Reading]) -> Reading:

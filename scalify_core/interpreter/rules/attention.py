@@ -107,6 +107,7 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
         (sc.ratio(logits_scale, k.scale), logits_rms * q.expected_rms * shared),
         (gradient.multiple, gradient.expected_rms * shared),
     )
+    # What is in k's data is in that of q's gradient, and the reverse.
     return [
         scale_out_of_data(
             v.settled(
