@@ -34,6 +34,11 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"valid: {names}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 file` and `2,000 files`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def how_to_install(extra: str) -> str:
     """Return the commands that install an optional part."""
     return f"make extra-{extra}, or pip install '.[{extra}]'"

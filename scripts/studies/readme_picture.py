@@ -23,6 +23,7 @@ from scripts.studies.runs import Trial, folder
 from trainer.cli.arguments import argument, run_script
 from trainer.errors import UserError
 from trainer.files import write_atomically
+from trainer.text import plural
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 BARS = ("fp32", "bf16", "scalify_fp8", "scalify_fp8_fp16", "scalify_fp8_fp8")
@@ -278,7 +279,7 @@ def curves(study: Study, precision: str, base: str) -> Iterator[str]:
     yield label(
         20,
         24,
-        f"validation loss of {study.model}, {count} seed{'s' * (count > 1)} each",
+        f"validation loss of {study.model}, {plural(count, 'seed')} each",
         "head",
     )
     yield key(22, "base", base)

@@ -115,7 +115,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         batches.n_batches * workload.data.val.batch_size * workload.model.spec.context
     )
     files = f"; {args.text}" if args.text else ""
-    count = "1 batch" if batches.n_batches == 1 else f"{batches.n_batches} batches"
+    count = f"{batches.n_batches} batch{'es' * (batches.n_batches != 1)}"
     if batches.left_out is None:
         unread = f"; text after batches={max_batches} is not read"
     else:

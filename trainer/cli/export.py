@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.cli.arguments import STEP_HELP, argument
 from trainer.errors import UserError
 from trainer.files import ORIGIN, path_of, write_text
-from trainer.text import code_span, show
+from trainer.text import code_span, plural, show
 from trainer.version import __version__
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def main(args: Arguments) -> None:
             " exported, and no eos_token_id but the run's"
         )
     if kernels is not None:
-        show(f"{len(kernels)} FP8 matmuls; serve it: vllm serve {args.out}")
+        show(f"{plural(len(kernels), 'FP8 matmul')}; serve it: vllm serve {args.out}")
         return
     show(
         f"load it: transformers.AutoModelForCausalLM.from_pretrained({args.out!r}),"

@@ -24,7 +24,7 @@ from trainer.config.composition import compose_config, expand_arguments
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.plan.targets import GPUS_PER_HOST, TARGETS, get_target
-from trainer.text import key_of, note, show
+from trainer.text import key_of, note, plural, show
 
 if TYPE_CHECKING:
     from trainer.compiled.fp8 import Layer
@@ -173,12 +173,12 @@ def step_lines(plan: "StepPlan") -> list[str]:
     from trainer.plan.plan import DEPTHS
 
     hardware, spec = plan.hardware, plan.spec
-    hosts = "1 host" if hardware.hosts == 1 else f"{hardware.hosts} hosts"
     lines = [
-        f"{plan.task.parameters:,} parameters, {spec.n_layer} layers of width"
+        f"{plan.task.parameters:,} parameters, {plural(spec.n_layer, 'layer')} of width"
         f" {spec.d_model}, vocabulary {spec.vocab_size:,};"
-        f" {hardware.gpus} x {hardware.target.device} on {hosts};"
-        f" {plan.sequences} sequences of {spec.context} a device and micro-batch,"
+        f" {hardware.gpus} x {hardware.target.device} on"
+        f" {plural(hardware.hosts, 'host')}; {plural(plan.sequences, 'sequence')} of"
+        f" {spec.context} a device and micro-batch,"
         f" {plan.tokens:,} tokens a step"
     ]
     if plan.is_extrapolated:
@@ -315,7 +315,7 @@ def predicted_lines(plan: "StepPlan") -> list[str]:
 def describe_largest(bounds: "BatchSizeBounds") -> str:
     """Describe the largest number of sequences that fits."""
     if bounds.bound is None:
-        return f"at least {bounds.fits} sequences (the search ended there)"
+        return f"at least {plural(bounds.fits, 'sequence')} (the search ended there)"
     if bounds.bound > bounds.fits:
         return f"{bounds.fits} to {bounds.bound} sequences"
-    return f"{bounds.fits} sequences"
+    return plural(bounds.fits, "sequence")

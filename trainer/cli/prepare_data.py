@@ -25,7 +25,7 @@ from trainer.config.schema import Data
 from trainer.data import Manifest
 from trainer.data.json_tokenizer import JSONTokenizer
 from trainer.errors import UserError
-from trainer.text import show
+from trainer.text import plural, show
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Arguments:
 def describe(manifest: Manifest) -> list[str]:
     """Return lines with counts by split, the tokenizer and the directory."""
     lines = [
-        f"{name}: {split.documents:,} documents, {split.tokens:,} tokens"
+        f"{name}: {plural(split.documents, 'document')}, {split.tokens:,} tokens"
         f"{unknown_share(manifest, name)}, {split.bytes:,} bytes of text,"
-        f" {len(split.shards)} shards"
+        f" {plural(len(split.shards), 'shard')}"
         for name, split in manifest.splits.items()
     ]
     if manifest.skipped:
-        lines.append(f"skipped: {manifest.skipped:,} empty documents")
+        lines.append(f"skipped: {plural(manifest.skipped, 'empty document')}")
     lines.append(
         f"tokenizer: {manifest.tokenizer}, {manifest.vocab_size:,} ids"
         f" ({manifest.dtype})"

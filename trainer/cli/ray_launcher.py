@@ -28,7 +28,7 @@ from trainer.config.combinations import with_workers
 from trainer.config.fields import from_tree, to_tree
 from trainer.config.schema import Config, Launcher
 from trainer.errors import UserError, complain, exit_at_once
-from trainer.text import how_to_install, show
+from trainer.text import how_to_install, plural, show
 
 # The start of a line of Ray's log, or of a message of Ray about a lost process.
 RAY_LINE = (
@@ -216,9 +216,10 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
         if isinstance(current_state, ReschedulingState) and not self.reported_shortage:
             self.reported_shortage = True
             show(
-                f"the cluster has no free resources for {workers(self.requested)} (a"
-                " lost machine may still be counted); retrying. To add a machine, run"
-                " `ray start --address=HOST:6379` there"
+                "the cluster has no free resources for"
+                f" {plural(self.requested, 'worker')} (a lost machine may still be"
+                " counted); retrying. To add a machine, run `ray start"
+                " --address=HOST:6379` there"
             )
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
@@ -250,19 +251,14 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
         if self.is_training:
             self._set_training(False)
             show(
-                f"the cluster has room for {count} workers: saving a checkpoint, and"
-                " starting again with them"
+                f"the cluster has room for {plural(count, 'worker')}: saving a"
+                " checkpoint, and starting again with them"
             )
             with contextlib.suppress(GetTimeoutError):
                 ray.get(self.stop.interrupt.remote(), timeout=self.stop_seconds)
         if count != self.requested:
             self.requested = count
-            show(f"asking the cluster for {workers(count)}")
-
-
-def workers(count: int) -> str:
-    """Return `1 worker` or `N workers`."""
-    return f"{count} worker{'s' * (count != 1)}"
+            show(f"asking the cluster for {plural(count, 'worker')}")
 
 
 def is_lost(error: Exception) -> bool:

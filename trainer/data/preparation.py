@@ -63,7 +63,7 @@ from trainer.files import (
     well_formed,
     write_atomically,
 )
-from trainer.text import note
+from trainer.text import note, plural
 
 SHARD_BYTES = 64 << 20  # bytes of text
 # Expected number of validation documents. With fewer the hash may choose none.
@@ -502,8 +502,8 @@ def finish(job: Preparation) -> None:
         if not counts.tokens:
             raise UserError(
                 f"the {split} part of {corpus.name} is empty, with"
-                f" {sum(c.documents for c in job.splits.values())} documents and"
-                f" val_fraction={job.encoder.val_fraction}; use more documents or"
+                f" {plural(sum(c.documents for c in job.splits.values()), 'document')}"
+                f" and val_fraction={job.encoder.val_fraction}; use more documents or"
                 " another data.val_fraction"
             )
     tokenizer.save(job.directory)

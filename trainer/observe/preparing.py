@@ -9,6 +9,7 @@ from rich.text import Text
 
 from trainer.data.preparation import Progress
 from trainer.observe.display import PLAIN_SECONDS, Output
+from trainer.text import plural
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def line(progress: Progress) -> str:
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (
-        f"preparing data, so far: {share}{progress.documents:,} documents,"
+        f"preparing data, so far: {share}{plural(progress.documents, 'document')},"
         f" {progress.tokens:,} tokens, {progress.bytes / 1e6:,.1f} MB,"
         f" {rate / 1e6:.2f}M tokens/s"
     )

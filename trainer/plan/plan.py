@@ -36,6 +36,7 @@ from trainer.plan.times import predicted
 from trainer.precision.policy import Policy
 from trainer.step.step import Tokens
 from trainer.step.xla_flags import gpu_options
+from trainer.text import plural
 from trainer.workload import TrainTask, lower_step
 
 MAX_EXACT_LAYERS = 12  # unrolled layers that are compiled without extrapolation
@@ -463,7 +464,7 @@ def plan_step(
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def measure_and_log(task: TrainTask, sequences: int, name: str) -> Measured:
-            log(f"compiling {name}, {sequences} sequences a device ...")
+            log(f"compiling {name}, {plural(sequences, 'sequence')} a device ...")
             measured = measure(
                 task,
                 batches(sequences),
@@ -475,7 +476,7 @@ def plan_step(
             )
             peak = f"{measured.peak / GIB:.2f} GiB a device"
             fits = hardware.verdict(measured.peak)
-            log(f"  {name}, {sequences} sequences: {peak}, {fits}")
+            log(f"  {name}, {plural(sequences, 'sequence')}: {peak}, {fits}")
             return measured
 
         measured = measure_and_log(task, sequences, "the step")

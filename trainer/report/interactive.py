@@ -24,6 +24,7 @@ from trainer.report.charts import (
     thinned,
     value_range,
 )
+from trainer.text import plural
 
 AXES = ("step", "tokens", "hours")
 TOOLS = "box_zoom,pan,wheel_zoom,reset,save"
@@ -211,7 +212,7 @@ def framed(chart: Chart | SweepChart, element: str) -> str:
         colors = {line.name: line.color for line in chart.shown if not line.faint}
         *_, above = value_range(chart.shown, from_zero=chart.from_zero)
         if above:
-            note = f"<small>{above} value{'s' * (above > 1)} above the top</small>"
+            note = f"<small>{plural(above, 'value')} above the top</small>"
     return (
         f"<figure><figcaption><b>{html.escape(chart.title)}</b>"
         f" <small>{html.escape(chart.unit)}</small> {legend(colors)}</figcaption>"

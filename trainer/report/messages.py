@@ -25,7 +25,7 @@ from trainer.precision.policy import Policy, without_effect
 from trainer.report.run_records import VALIDATION_DIGEST
 from trainer.run.session import TrainLoop
 from trainer.step.xla_flags import determinism_message
-from trainer.text import key_of, override, program_command
+from trainer.text import key_of, override, plural, program_command
 from trainer.workload import TrainTask, Workload
 
 MIB = 2**20
@@ -59,9 +59,7 @@ def describe(
     spec = w.model.spec
     diloco = w.task.diloco
     participation = diloco.participants / diloco.num_replicas if diloco else 1.0
-    layers = (
-        f"{spec.n_layer} layer{'s' * (spec.n_layer != 1)}, " if spec.n_layer else ""
-    )
+    layers = f"{plural(spec.n_layer, 'layer')}, " if spec.n_layer else ""
     lines = [
         (
             f"model {model}: {w.task.parameters:,} parameters, {layers}width"
@@ -344,7 +342,7 @@ def describe_read(manifest: Manifest) -> str:
     files = len(manifest.source.get("digests", ()))
     if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):
         return "1 file, a single text"
-    documents = f"{count:,} document{'s' * (count != 1)}"
+    documents = plural(count, "document")
     if not files:
         return documents
     # directories of earlier versions do not name formats
@@ -352,7 +350,7 @@ def describe_read(manifest: Manifest) -> str:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in formats.items())
     if len(formats) > 1:
         return f"{files:,} files ({kinds}), {documents}"
-    return f"{files:,} file{'s' * (files != 1)}, {documents}"
+    return f"{plural(files, 'file')}, {documents}"
 
 
 def describe_skipped(manifest: Manifest) -> str:
@@ -416,7 +414,7 @@ def farewell(
         for name in names
         if (run_dir / name).exists() and (run_dir / name).stat().st_size
     )
-    say(f"done: {loop.step} steps. Everything is in {run_dir}: {results}")
+    say(f"done: {plural(loop.step, 'step')}. Everything is in {run_dir}: {results}")
     if not loop.session.owns_process:
         return  # the program that called knows what to do next
     # `generate` reads its arguments as they are, without the quotes of `override`.

@@ -71,7 +71,7 @@ def test_the_embedded_corpus_is_one_text_whose_last_tenth_is_for_validation(tmp_
 def test_the_command_prints_counts_and_the_directory(tmp_path, capsys):
     assert run("prepare-data", [f"data.cache_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    line = "train: 1 documents, 3,723,705 tokens, 3,723,705 bytes of text, 1 shards"
+    line = "train: 1 document, 3,723,705 tokens, 3,723,705 bytes of text, 1 shard"
     assert line in out
     directory = Path(out.rsplit("directory: ", 1)[1].strip())
     assert (directory / "manifest.json").is_file()

@@ -197,7 +197,7 @@ REFUSED = [
     ("a.txt", "", {}, r"the corpus is empty: .*a\.txt has no text"),
     ("a.jsonl", "\n\n", {}, "the corpus is empty: "),
     ("a.jsonl", '{"text": null}\n{"text": ""}\n', {}, "the corpus is empty: "),
-    ("a.jsonl", rows("1"), {}, "the train part of a is empty, with 1 documents"),
+    ("a.jsonl", rows("1"), {}, "the train part of a is empty, with 1 document"),
     # no text, in its first block or in a later one
     ("a.txt", b"good text \xff", {}, NO_TEXT.format("byte 0xff at offset 10 is.*")),
     ("a.txt", CUT_OFF, {}, NO_TEXT.format(f"byte 0xc3 at offset {BLOCK - 1} .*")),
@@ -334,7 +334,7 @@ TWO_SAVES = "are shards of two saves of one data set"
             {"a.txt": "a", "a.txt.gz": gzip.compress(b"a", mtime=0)},
             r"a\.txt\.gz has the content of .*a\.txt by .*leave one",
         ),
-        ({}, r"no file is in directory .*; correct data\.paths"),
+        ({}, r"no file is in directory .*; correct the path"),
         # as `datasets` saves to disk
         (
             {"data-00000-of-00001.arrow": b"x"},
