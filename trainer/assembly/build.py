@@ -390,7 +390,7 @@ def build_totals(c: schema.Config, w: Workload) -> Callable[[int], Totals]:
 
 
 def build_throughput(c: schema.Config, w: Workload) -> Throughput:
-    """Return the counter of tokens/s and MFU."""
+    """Return the meter of tokens/s and MFU."""
     return Throughput(
         tokens_per_step=c.trained_tokens,
         flops_per_token=w.task.flops_per_token,

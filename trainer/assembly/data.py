@@ -137,7 +137,8 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
 
     A tokenizer whose files are gone is replaced by the run's copy.
     """
-    path, start_dir = Path(os.path.abspath(run_dir)), start_directory(c, run_dir)
+    start_dir = start_directory(c, run_dir)
+    tokenizer_copy = vocabulary_file(Path(os.path.abspath(run_dir)))
     data, tokenizer = c.data, c.data.tokenizer
     if start_dir != Path.cwd():
         # Loaders open shards later, when the working directory is the caller's again.
@@ -152,12 +153,9 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
             sources=data.sources and tuple(map(str, map(absolute, data.sources))),
         )
     with contextlib.chdir(start_dir):
-        if (
-            tokenizer is not None
-            and is_missing(tokenizer)
-            and vocabulary_file(path).is_file()
-        ):
-            data = dataclasses.replace(data, tokenizer=str(vocabulary_file(path)))
+        is_gone = tokenizer is not None and is_missing(tokenizer)
+        if is_gone and tokenizer_copy.is_file():
+            data = dataclasses.replace(data, tokenizer=str(tokenizer_copy))
         yield dataclasses.replace(c, data=data)
 
 

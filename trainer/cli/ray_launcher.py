@@ -143,8 +143,7 @@ class StopActor:
     async def interrupt(self) -> None:
         """Stop these workers for a resize, and wait until they have stopped."""
         self._stopped.clear()
-        # Wake the workers that wait now. Unless a signal came, later workers wait
-        # again.
+        # Wake the workers that wait now, but not later ones, unless a signal came.
         self._wake.set()
         if not self._signal:
             self._wake.clear()

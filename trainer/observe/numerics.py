@@ -264,10 +264,9 @@ def format_name(model: Model, kind: str, layer: str) -> str:
         stored_format = policy.compute
     else:
         stored_format = policy.weights
-        is_narrow = model.is_narrow(leaves_by_name(model.roles).get(layer))
-        is_cast = is_narrow and policy.forward is not None
-        if kind == "weights":
-            is_cast = is_narrow and forward_format(policy) is not None
+        is_cast = model.is_narrow(leaves_by_name(model.roles).get(layer))
+        if kind == "weights" and forward_format(policy) is None:
+            is_cast = False
     cast_formats = {
         "weights": policy.forward,
         "activations": policy.forward,

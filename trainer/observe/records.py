@@ -135,13 +135,12 @@ def cut_rows(
     begin = 0
     data = read_log(path)
     for row, end in _rows(path):
-        step = row["step"]
-        line = data[begin:end]
-        begin = end
-        is_event = "event" in row
+        step, is_event = row["step"], "event" in row
+        line, begin = data[begin:end], end
         if redo_row and step == start and not is_event:
             break
-        if step > start or end > size or (not is_event and step in logged):
+        is_late = step > start or end > size
+        if is_late or (not is_event and step in logged):
             continue
         remaining.append((step, line))
         if not is_event:

@@ -232,11 +232,11 @@ def ranking_of(run: RunRecords, ranked: ValidatedText) -> str:
         return RANKED
     if final_validated(run) == ranked:
         return NO_FINAL_LOSS
-    if text._replace(early_step=ranked.early_step) == ranked:
-        return f"last validated after step {text.early_step:,}, not ranked"
-    if text.source == ranked.source:
+    if text.source != ranked.source:
+        return OTHER_TEXT
+    if text.tokens != ranked.tokens:
         return f"validated on {text.tokens:,} tokens, not ranked"
-    return OTHER_TEXT
+    return f"last validated after step {text.early_step:,}, not ranked"
 
 
 def runs_tag(paths: Sequence[Path]) -> str:
