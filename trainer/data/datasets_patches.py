@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 # Those whose texts are exact: webdataset's are files of an archive. Of others, some
 # read NA as missing (imagefolder), cut lines (harbor) or write numbers as text (eval).
-EXACT_BUILDERS = (*CASTING_BUILDERS, "csv", "webdataset")
+EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset", "xml")
 MAX_YAML_NODES = 1 << 20  # of a README.md, aliases written out; a large one has 10,000
 
 
