@@ -133,6 +133,8 @@ def test_scales_of_layers_broadcast_along_leading_axes_and_are_indexed():
         assert_array_equal(asarray(x), expected)
         assert_array_equal(asarray(x[2]), expected[2])
         assert_array_equal([np.asarray(row) for row in x], expected)
+    by_column = ScaledArray(X, jnp.asarray([[0.5, 1, 2, 4, 8, 16, 32, 64]]))
+    assert_array_equal(asarray(by_column[1:3]), asarray(by_column)[1:3])
 
 
 def test_repr_shows_scale_and_data_and_of_many_values_is_short():

@@ -27,6 +27,8 @@ def test_each_phase_has_its_own_settings_and_rates():
     assert first.config.train.trainable == ("embeddings",)
     assert second.config.train.trainable is None
     assert first.config.precision.name == "fp32"
+    shares = [x.config.schedule.warmup_fraction for x in (first, second)]
+    assert shares == [0, c.schedule.warmup_fraction] != [0, 0]
     kahan = compose_config(["precision=bf16_pure", "precision.weights_rounding=kahan"])
     assert second.config.precision == kahan.precision
     rates = build_learning_rates(c)

@@ -32,6 +32,7 @@ NEARLY_LEVEL = [5.5 - 1e-6 * i for i in range(100)]
         (FALLING[::-1], {100: 6.0}, BAD, "no better than at the start"),
         (NEARLY_LEVEL, {100: 5.49}, FAIR, "a fall of less than 2%"),
         (FALLING[:20] + [math.nan] * 80, {20: 4.7}, BAD, "last 10 training losses are"),
+        ([5.0, 4.0, 3.0], {}, GOOD, "from 5.000 nats a token to 3.000"),
         (FALLING, {100: math.inf}, BAD, "The last validation loss is not finite"),
     ],
 )
