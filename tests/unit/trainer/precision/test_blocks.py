@@ -213,6 +213,10 @@ def test_the_three_products_of_a_layer_are_of_rounded_operands(name):
     [
         (["precision.scaling=mx"], "scales blocks of FP8 matmuls: choose its preset"),
         (
+            ["precision=scalify_fp16", "precision.scaling=propagate_mx"],
+            "propagate_mx scales blocks of FP8 matmuls: choose its preset",
+        ),
+        (
             ["precision=mxfp8", "precision.forward=e5m2"],
             "takes e4m3 forward and e4m3 backward, or e4m3 forward and e5m2 backward",
         ),
