@@ -378,9 +378,7 @@ def not_differentiable(tree: Any, message: str = _REFUSED) -> Any:
 
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
     if x.is_static and isinstance(scale, float):
-        data = as_float32(x.data)
-        if x.scale != scale:
-            data = times(data, x.scale / scale)
+        data = times(as_float32(x.data), x.scale / scale)
     else:
         if isinstance(scale, float):
             factor: Any = 1.0 / scale

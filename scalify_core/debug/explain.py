@@ -334,12 +334,9 @@ class Recorder(precision_warnings.Observer):
     ) -> list[Tensor]:
         """Return results measured against the `exact` ones; scaled results get rows."""
         when = self._next_number()
-        error = max(
-            [
-                cancelled(eqn, operands, exact[0].reference) if exact else 0.0,
-                *(x.error for x in operands),
-            ]
-        )
+        error = max((x.error for x in operands), default=0.0)
+        if exact:
+            error = max(error, cancelled(eqn, operands, exact[0].reference))
         vanished = max((x.figures.vanished for x in operands if x.figures), default=0.0)
         out = []
         for i, (x, like, var) in enumerate(

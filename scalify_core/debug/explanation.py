@@ -234,8 +234,10 @@ class Explanation:
         if len(self.rows) > top:
             text += f"; shown are the {top} most telling ones"
         text += f"; largest error of a result: {max(self.errors, default=0.0):.2e}\n"
-        loss = self.first_loss
-        text += f"first loss: {loss}" if loss else self._without_loss()
+        if self.first_loss:
+            text += f"first loss: {self.first_loss}"
+        else:
+            text += self._without_loss()
         if self.unknown:
             text += (
                 "\nproducts that plain code has in FP32 may be narrow in this program:"
@@ -315,10 +317,10 @@ def _reason(row: Row, origin: Row) -> str:
             "one scale does not hold numbers so far apart; keep the large and the small"
             " ones in tensors of their own, or give them a wider format"
         )
-    backward = origin.place.backward
-    rescale = "dynamic_rescale_rms_grad" if backward else "dynamic_rescale_rms"
+    rescale, where = "dynamic_rescale_rms", "there"
+    if origin.place.backward:
+        rescale = "dynamic_rescale_rms_grad"
     size = "large" if astray < 0 else "small"
-    where = "there"
     if (origin.place, origin.primitive) != (row.place, row.primitive):
         where = f"at {origin.place}, {origin.name}, where"
         where += " it begins to be"
@@ -347,9 +349,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Return a line of the table: names aligned left, figures right."""
-    padded = [
-        f"{cell:{'<' if i < 3 else '>'}{widths[i]}}" for i, cell in enumerate(cells)
-    ]
+    columns = zip(cells, "<<<>>>>>>", widths, strict=True)
+    padded = [f"{cell:{side}{width}}" for cell, side, width in columns]
     return "  ".join(["", *padded]).rstrip()
 
 

@@ -91,7 +91,7 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
             ),
             vanished=_share(flushed & (np.abs(exact) >= least), exact.size),
             saturated=max(_share(saturated, exact.size), cast[2]),
-            error=float(error) if np.isfinite(error) else float("inf"),
+            error=float(np.nan_to_num(error, nan=np.inf, posinf=np.inf)),
             operand_error=x.operand_error,
             operand_vanished=x.operand_vanished,
         )

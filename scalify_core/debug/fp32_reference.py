@@ -35,7 +35,8 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
         return []
     exact = _EXACT.get(name_of(eqn))
     if exact is not None:
-        return eqn.params["call"].replace(fun=exact)(*map(wide, operands))
+        call = eqn.params["call"].replace(fun=exact)
+        return jax.tree.leaves(call.tree(*map(wide, operands)))
     return list(map(wide, registry.in_float32(eqn, *operands)))
 
 

@@ -62,12 +62,11 @@ def aval_in_format(x: Any) -> Any:
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
     """Return the trace of `jax.jit(fun)` for arguments like these."""
-    # JAX takes the gradient of integers as an array only.
-    is_none = [getattr(x, "dtype", None) == jax.dtypes.float0 for x in avals]
-    arguments = [
-        np.zeros(x.shape, x.dtype) if none else x
-        for x, none in zip(avals, is_none, strict=True)
-    ]
+    arguments = list(avals)
+    for i, x in enumerate(avals):
+        # JAX takes the gradient of integers as an array only.
+        if getattr(x, "dtype", None) == jax.dtypes.float0:
+            arguments[i] = np.zeros(x.shape, x.dtype)
     return jax.jit(fun).trace(*arguments)
 
 
@@ -146,6 +145,7 @@ def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
     for i, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
         if name in PRODUCTS:
+            # Not the dtypes, in which the two traces differ.
             shapes = tuple(x.aval.shape for x in eqn.invars)
             params = eqn.params.items()
             dims = [str(x) for key, x in params if key.endswith("dimension_numbers")]

@@ -289,6 +289,7 @@ def logical(v: Any) -> Any:
     """
     if not isinstance(v, Value):
         return materialize(v)
+    # Not FP32 in any case: a user's cast to FP64 keeps its digits.
     return times(at_least_float32(v.data), v.multiple)
 
 

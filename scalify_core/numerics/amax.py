@@ -18,7 +18,8 @@ from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
 from scalify_core.numerics.scales import LEAST_NONZERO_SCALE
 
-# For each axis, the number of parts that have their own scale; (): one scale for all.
+# For each axis, the number of parts that have their own scale: 1, or the axis's size.
+# (): one scale for all.
 Parts = tuple[int, ...]
 _EXPONENT = np.int32(0x7F800000)  # the exponent bits of an FP32 number
 _MANTISSA = 23
@@ -66,16 +67,8 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
     """
     if max(parts, default=1) == 1:
         return lax.reduce(x, _ZEROS, lax.max, range(x.ndim))
-    blocks = [axis for axis, n in enumerate(parts) if 1 < n < x.shape[axis]]
-    if not blocks:
-        common = [axis for axis, n in enumerate(parts) if n == 1]
-        return lax.reshape(lax.reduce(x, _ZEROS, lax.max, common), parts)
-    pairs = zip(parts, x.shape, strict=True)
-    cut = [size for n, whole in pairs for size in (n, whole // n)]
-    peaks = lax.reduce(lax.reshape(x, cut), _ZEROS, lax.max, range(1, len(cut), 2))
-    for axis in blocks:  # the peak of a block for each of its elements
-        peaks = jnp.repeat(peaks, x.shape[axis] // parts[axis], axis)
-    return peaks
+    common = [axis for axis, n in enumerate(parts) if n == 1]
+    return lax.reshape(lax.reduce(x, _ZEROS, lax.max, common), parts)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

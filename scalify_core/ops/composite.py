@@ -68,10 +68,6 @@ class CompositeCall:
         """Return the keyword arguments of this call by name."""
         return dict(self.static)
 
-    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        """Return the flat results of `fun` on flat operands, under the call's vmaps."""
-        return jax.tree.leaves(self.tree(*operands))
-
     def tree(self, *operands: jax.Array) -> Any:
         """Return the results of `fun` on flat operands, under the call's vmaps."""
 
@@ -139,21 +135,11 @@ class Composite:
         return self.fun(*args, **static), args
 
     def bwd(self, residuals: Any, gradient: Any, **static: Any) -> tuple:
-        """Return the gradients of the arguments."""
-        leaves, tree = jax.tree.flatten(residuals)
-        is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-
-        def fun(*floats: jax.Array) -> Any:
-            rest = iter(floats)
-            args = [
-                next(rest) if f else leaf
-                for f, leaf in zip(is_float, leaves, strict=True)
-            ]
-            return self.fun(*jax.tree.unflatten(tree, args), **static)
-
-        floats = [leaf for f, leaf in zip(is_float, leaves, strict=True) if f]
-        grads = iter(jax.vjp(fun, *floats)[1](gradient))
-        return jax.tree.unflatten(tree, [next(grads) if f else None for f in is_float])
+        """Return the gradients of the arguments; None for integers."""
+        _, pullback = jax.vjp(functools.partial(self.fun, **static), *residuals)
+        return jax.tree.map(
+            lambda x: None if x.dtype == jax.dtypes.float0 else x, pullback(gradient)
+        )
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """Call the function."""

@@ -26,25 +26,6 @@ CAPABILITIES = (9, 10)  # major compute capabilities: Hopper, and Blackwell's se
 # By major compute capability: 9.10.0 has errors in the backward pass, and Blackwell has
 # it from 9.19 on.
 LEAST_CUDNN = {9: 91002, 10: 91900}
-# The scalars of the backward pass, in the order in which XLA numbers them: see its
-# GetCudnnFlashAttentionBackwardF8OperationGraph. XLA binds operands by number. JAX's
-# primitive passes them on in order, so its names are wrong from the fourth on. With the
-# scalars in JAX's order cuDNN took descale_s for descale_dO and scale_dQ for scale_dP,
-# and an H200 gave wrong gradients.
-BACKWARD_SCALARS = (
-    "descale_q",
-    "descale_k",
-    "descale_v",
-    "descale_s",
-    "descale_o",
-    "descale_dO",
-    "descale_dP",
-    "scale_s",
-    "scale_dP",
-    "scale_dQ",
-    "scale_dK",
-    "scale_dV",
-)
 
 
 def wrong_jax() -> str:
@@ -159,20 +140,25 @@ def backward(
         logit_scale: as in `forward`.
     """
     library = _library()
-    # cuDNN's names: S are the probabilities, dP the gradients of the logits.
+    # In the order in which XLA numbers them: see its
+    # GetCudnnFlashAttentionBackwardF8OperationGraph. XLA binds operands by number.
+    # JAX's primitive passes them on in order, so its names are wrong from the fourth
+    # on. With the scalars in JAX's order cuDNN took descale_s for descale_dO and
+    # scale_dQ for scale_dP, and an H200 gave wrong gradients. The names are cuDNN's: S
+    # are the probabilities, dP the gradients of the logits.
     scalars = {
         "descale_q": units[0],
         "descale_k": units[1],
         "descale_v": 1.0,
+        "descale_s": 1 / p_scale,
         "descale_o": 1.0,
         "descale_dO": 1.0,
-        "descale_s": 1 / p_scale,
         "descale_dP": 1 / ds_scale,
         "scale_s": p_scale,
+        "scale_dP": ds_scale,
         "scale_dQ": scales[0],
         "scale_dK": scales[1],
         "scale_dV": scales[2],
-        "scale_dP": ds_scale,
     }
     dq, dk, dv, *amax = library._dot_product_attention_fp8_bwd_p_wrapper.bind(
         q,
@@ -181,7 +167,7 @@ def backward(
         out,
         gradient,
         log_norm,
-        *(_scalar(scalars[name]) for name in BACKWARD_SCALARS),
+        *map(_scalar, scalars.values()),
         scale=logit_scale,
         use_causal_mask=causal,
         layout=library.AttentionLayout.BTNH.value,

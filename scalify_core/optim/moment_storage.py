@@ -206,6 +206,7 @@ def widen(arrays: list[Any], plans: list[Plan]) -> list[Any]:
         jnp.maximum(jnp.square(x), _SQUARE_FLOOR) if how and how.sqrt else x
         for x, (how, *_) in zip(values, plans, strict=True)
     ]
+    # After the squares: a quotient was taken of the root as it is stored.
     return [
         x if i is None else x * _divisor(values[i])
         for x, (_, i, _) in zip(values, plans, strict=True)

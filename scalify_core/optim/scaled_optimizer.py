@@ -207,7 +207,7 @@ def scaled_state(
             data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
-        indices = None if leaf_indices is None else jax.tree.leaves(leaf_indices)
+        indices = jax.tree.leaves(leaf_indices) or None
         arrays = narrow_arrays(
             new,
             plans,

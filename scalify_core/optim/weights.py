@@ -207,7 +207,9 @@ def apply_with_compensation(
                 remainder = jnp.where(accept, remainder, rest)
             if isinstance(scale, jax.Array):
                 scale = jnp.where(accept, scale, p.scale)
-        new.append(with_scale(total, scale) if is_scaled_array(p) else total)
+        if is_scaled_array(p):
+            total = with_scale(total, scale)
+        new.append(total)
         if rest is not None:
             remain.append(remainder)
         if is_large[i]:

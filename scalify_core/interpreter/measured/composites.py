@@ -131,6 +131,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         _quantized_operand(x, np.dtype(dtype), axes)
         for x, dtype, axes in zip(read, dtypes, shared(axis_labels), strict=True)
     )
+    # The axes of the call's vmaps are those of all operands, also of unused ones.
     unused = map(logical, operands[2:-1])
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:

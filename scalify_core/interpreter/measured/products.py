@@ -1,15 +1,13 @@
 """The granularity of the scales of a product's operands.
 
 A power of two that all terms of a sum share can be multiplied in afterwards. So each
-index along the axes of an operand that are not contracted may have its own scale. Each
-block of an axis that is split into groups may have one, too. The *parts* of an operand
-(the granularity: per tensor, per row, per group) are the number of scales for each
-axis: 1, the number of groups, or the axis's size.
+index along the axes of an operand that are not contracted may have its own scale. The
+*parts* of an operand (the granularity: per tensor, per row) are the number of scales
+for each axis: 1, or the axis's size.
 
 `policy._product` decides the format of a product, and uses this.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -148,8 +146,8 @@ def _shape(x: Value) -> tuple[int, ...]:
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:
-    """Return whether each of `parts` is a multiple of that of `than`."""
-    return all(a % b == 0 for a, b in zip(parts, than, strict=True))
+    """Return whether parts are as many as others along each axis, or more."""
+    return all(a >= b for a, b in zip(parts, than, strict=True))
 
 
 # A product under vmaps, as the call of a composite is.
@@ -315,9 +313,7 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
 
 
 def _common(readings: Sequence[Reading]) -> Reading:
-    may = functools.reduce(
-        lambda a, b: tuple(map(math.gcd, a, b)), [x.may for x in readings]
-    )
+    may = tuple(map(min, zip(*(x.may for x in readings), strict=True)))
     fits = [x.must for x in readings if is_finer(may, x.must)]
     ones = (1,) * len(may)
     return Reading(max(fits, key=math.prod, default=ones), may)

@@ -55,6 +55,7 @@ def _packed_results(
     jaxpr: Any, evaluate: Any, carry_count: int, packed: Any
 ) -> list[Any]:
     out = evaluate(jaxpr, unpack(packed))
+    # Measured scales leave a body in FP32, but for the stacks of a scan.
     if not evaluate.measures:
         out = [_result(x, i < carry_count) for i, x in enumerate(out)]
     return pack(out)

@@ -198,6 +198,7 @@ def _after(x: Any, y: Any) -> Any:
 
     It is `y`, except that plain parts and dynamic scales stay as in `x`.
     """
+    # A dynamic scale is measured in each iteration, so one more tells nothing new.
     if not isinstance(y, Value) or _kind(x) == "dynamic":
         return x
     return y

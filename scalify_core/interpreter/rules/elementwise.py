@@ -286,12 +286,13 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     Finite constants saturate.
     """
     constant: Any = v.uniform(x)
-    out_dtype = dtype if keep else np.dtype(np.float32)
-    if sc.has_any_scale(constant):
-        return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     # FP32 data of a narrower format leaves room for later operations, such as the
     # difference of two.
-    limit = float(jnp.finfo(dtype).max) if out_dtype == dtype else _LARGE
+    out_dtype, limit = np.dtype(np.float32), _LARGE
+    if keep or dtype == out_dtype:
+        out_dtype, limit = dtype, float(jnp.finfo(dtype).max)
+    if sc.has_any_scale(constant):
+        return lax.full(np.shape(x), np.asarray(constant, out_dtype), out_dtype)
     if sc.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)

@@ -92,6 +92,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         ys = evaluate.stacked(jaxpr, out[len(init) :])
         return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
+    # A measured scale varies over a mesh where the scale before the loop did not.
     as_carry, carry = jaxprs.agreeing_carry(
         lambda carry: packed_step(carry, ends)[0], carry
     )

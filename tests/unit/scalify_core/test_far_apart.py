@@ -261,6 +261,6 @@ def test_a_plain_operand_that_the_format_holds_is_read_in_it(kind):
 
 def test_a_scale_for_each_part_is_that_of_its_largest_magnitude():
     x = normal(0, 4, 6) * far(4)[:, None]
-    peaks = np.abs(np.asarray(x)).reshape(4, 3, 2).max(2)
+    peaks = np.abs(np.asarray(x)).max(1, keepdims=True)
     expected = 2.0 ** (np.floor(np.log2(peaks)) - 14)
-    assert_array_equal(amax.unit_of(x, 14, (4, 3)), np.repeat(expected, 2, axis=1))
+    assert_array_equal(amax.unit_of(x, 14, (4, 1)), expected)
