@@ -155,7 +155,7 @@ def _check_depth(tree: Any) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what only looks like a file of data.
+    """Raise UserError for what only looks like a file of data.
 
     Raises:
       UserError: a pipe, a device or a socket, which would be waited for, or a file that
@@ -417,11 +417,10 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def check_no_links(run_dir: Path) -> None:
-    """Refuse a run directory with symbolic links, at its top or in `FOLDERS`.
+    """Raise UserError for a symbolic link in a run directory, or in its `FOLDERS`.
 
     A run would write through a link into another directory, and a fork or an export
-    would publish a copy of the file behind it. Raises UserError with the first link,
-    and see `check_regular`.
+    would publish a copy of the file behind it. See `check_regular`, too.
     """
     for folder, folders, files in os.walk(run_dir):
         for name in sorted([*folders, *files]):
@@ -436,7 +435,7 @@ def check_no_links(run_dir: Path) -> None:
 
 
 def check_not_link(path: str | os.PathLike[str]) -> None:
-    """Refuse a symbolic link in a run directory. Raises UserError."""
+    """Raise UserError for a symbolic link in a run directory. Raises UserError."""
     if os.path.islink(path):
         raise UserError(
             f"{path} is a symbolic link; a run only reads and"

@@ -123,8 +123,9 @@ def build_task(
 
 
 def check_task(task: TrainTask) -> None:
-    """Refuse a model that does not fit the mesh or its devices, and unknown names in
-    `train.trainable`.
+    """Raise UserError for a model that does not fit the mesh or its devices.
+
+    Also raise it for an unknown name in `train.trainable`.
     """
     check_split(task.model, task.mesh)
     device = task.mesh.devices.flat[0]
@@ -162,7 +163,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
 
 
 def check_split(model: Model, mesh: Mesh) -> None:
-    """Refuse a mesh over which the model's sizes cannot be split."""
+    """Raise UserError for a mesh over which the model cannot be split."""
     spec, fsdp, tensor = model.spec, mesh.shape["fsdp"], mesh.shape["tensor"]
     if spec.d_model % (fsdp * tensor):
         raise UserError(
@@ -177,7 +178,7 @@ def check_split(model: Model, mesh: Mesh) -> None:
 
 
 def check_fragments(task: TrainTask) -> None:
-    """Refuse more DiLoCo fragments than arrays: some would exchange nothing."""
+    """Raise UserError for more DiLoCo fragments than arrays: some would be empty."""
     if task.diloco is None:
         return
     params = jax.eval_shape(task.model.training.init, jax.random.key(0))
@@ -190,7 +191,7 @@ def check_fragments(task: TrainTask) -> None:
 
 
 def build_mesh(c: schema.Config) -> Mesh:
-    """Build the mesh; refuse one over which a micro-batch cannot be split."""
+    """Build the mesh; UserError if a micro-batch cannot be split over it."""
     mesh = make_mesh(*c.parallel.sizes, num_replicas=c.diloco.replicas)
     shards = shards_of_batch(c, mesh)
     check_micro_batch(
@@ -269,8 +270,9 @@ def build_phases(
     custom_data: CustomData | None = None,
     custom_model: MakeModel | None = None,
 ) -> Phases:
-    """Build the phases of a run, each with a task in its precision; see
-    `build_workload`.
+    """Build the phases of a run, each with a task in its precision.
+
+    Arguments are those of `build_workload`.
 
     Raises:
       UserError: a phase does not fit the model or the mesh.
@@ -444,8 +446,9 @@ def build_watchdog(
     leaves: list[str],
     state: Mapping[str, Any] | None,
 ) -> Watchdog:
-    """Return the watchdog, whose bound on skipped steps includes those that find
-    the initial loss scale.
+    """Return the watchdog.
+
+    Its bound on skipped steps includes the steps that find the initial loss scale.
 
     Args:
       c: the watchdog's configuration.

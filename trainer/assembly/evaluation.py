@@ -179,10 +179,10 @@ def in_policy(state: TrainState, policy: Policy) -> TrainState:
 
 
 def micro_batches(rows: int, tokens: int, accum: int) -> int:
-    """Return the number of micro-batches for a batch of `rows` with `tokens` each: the
-    least multiple of `accum` whose micro-batches have at most `MICRO_BATCH` tokens, or
-    a row each.
+    """Return the number of micro-batches for a batch of `rows` with `tokens` each.
 
+    It is the least multiple of `accum` whose micro-batches have at most `MICRO_BATCH`
+    tokens, or a row each.
     A run trains on several devices, but one evaluates it; and `train.batch_tokens` of a
     run may be a stranger's.
     """

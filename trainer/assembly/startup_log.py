@@ -132,8 +132,10 @@ class ScheduleChange(NamedTuple):
 def with_schedule_change(
     c: schema.Config, checkpoint: Restored
 ) -> tuple[Restored, ScheduleChange | None]:
-    """Return a checkpoint whose meta has all changes of the schedule since the run
-    began, and the newest change; None: the run starts here.
+    """Return a checkpoint with the changes of the schedule, and the newest change.
+
+    The checkpoint's meta has all changes since the run began. The newest change is None
+    if the run starts here.
     """
     step = checkpoint.step
     if not step:
@@ -173,10 +175,10 @@ def describe_change(
 def describe_other_machine(
     c: schema.Config, w: Workload, checkpoint: Restored
 ) -> list[str]:
-    """Return lines if a run resumes on other devices or another mesh, or with other
-    versions or settings of JAX.
+    """Return lines if a run resumes on other devices, or with another JAX.
 
-    Checkpoints of older versions do not say these.
+    The mesh, and versions and settings of JAX, are compared too. Checkpoints of older
+    versions do not say these.
     """
     if not 0 < checkpoint.step < c.train.steps:
         return []

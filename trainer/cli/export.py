@@ -44,7 +44,7 @@ class Arguments:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a directory whose files would mix with the export's.
+    """Raise UserError for a directory whose files would mix with the export's.
 
     A reader would take shards or a tokenizer of an earlier export for a part of this
     one. Hidden files, such as a clone's `.git`, are accepted.

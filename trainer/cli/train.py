@@ -387,10 +387,9 @@ def validation_loss(job: HydraJob) -> float | None:
 
 
 def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
-    """Refuse a job of a search whose loss cannot be compared with the first job's.
+    """Raise UserError if the losses of two jobs of a search cannot be compared.
 
-    Raises:
-      UserError: the two jobs validated on different texts, or amounts of text.
+    They validated on different texts, or amounts of text.
     """
     from trainer.report.comparison import last_validated
     from trainer.report.run_records import RunRecords
@@ -423,9 +422,7 @@ def show_help(argv: Sequence[str]) -> None:
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:
-    """Return whether `--cfg job` or `--cfg all` is among the arguments, in any form
-    that Hydra takes.
-    """
+    """Return whether the arguments have `--cfg job` or `--cfg all`, in any form."""
     flags = [f"{flag} {value}" for flag, value in itertools.pairwise([*argv, ""])]
     return any(re.match(r"(--cfg[= ]|-c ?)(job|all)\b", flag) for flag in flags)
 

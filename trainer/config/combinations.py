@@ -60,7 +60,7 @@ def validate(c: Config) -> None:
 
 
 def _check_steps(c: Config) -> None:
-    """Refuse batches, numbers of steps, and settings that do not fit the steps."""
+    """Raise UserError for batches or settings that do not fit the numbers of steps."""
     tokens = c.model.context * c.train.grad_accum_steps
     if c.train.batch_tokens % tokens:
         raise UserError(
@@ -102,7 +102,7 @@ def _check_steps(c: Config) -> None:
 
 
 def _check_precision(c: Config) -> None:
-    """Refuse FP8 where it cannot be."""
+    """Raise UserError for FP8 where it cannot be."""
     if c.precision.attention is not None and c.data.document_mask:
         raise UserError(
             f"precision.attention={c.precision.attention} with data.document_mask=true:"
@@ -119,7 +119,7 @@ def _check_precision(c: Config) -> None:
 
 
 def _check_parallel(parallel: Parallel) -> None:
-    """Refuse two axes of all remaining devices, and two formats of one sum."""
+    """Raise UserError for two axes of all remaining devices, or formats of one sum."""
     remaining = []
     for name in ("data", "fsdp", "tensor"):
         if getattr(parallel, name) == -1:
@@ -151,8 +151,9 @@ def _non_null_keys(group: str, values: DiLoCo | Launcher) -> str:
 
 
 def _check_diloco(c: Config) -> None:
-    """Refuse DiLoCo keys without replicas, replicas without DiLoCo keys, and keys that
-    contradict each other.
+    """Raise UserError for DiLoCo keys that contradict each other.
+
+    Keys without replicas do, and replicas without their keys.
     """
     d = c.diloco
     if d.replicas is None:
@@ -179,7 +180,7 @@ def _check_diloco(c: Config) -> None:
 
 
 def _check_replicas(c: Config, replicas: int) -> None:
-    """Refuse settings that change the form of the state, and too few replicas."""
+    """Raise UserError for too few replicas, or for a change of the state's form."""
     conversion = ""
     if c.train.phases is not None:
         conversion = "train.phases"
@@ -209,7 +210,7 @@ def _check_replicas(c: Config, replicas: int) -> None:
 
 
 def _check_rounds(d: DiLoCo, replicas: int) -> None:
-    """Refuse fragments and participants that do not fit a round."""
+    """Raise UserError for fragments and participants that do not fit a round."""
     steps = d.sync_every or 1
     fragments = d.fragments or 1
     participants = d.participants or replicas
@@ -232,7 +233,7 @@ def _check_rounds(d: DiLoCo, replicas: int) -> None:
 
 
 def _check_replica_data(c: Config, replicas: int) -> None:
-    """Refuse batches that cannot be split, and sources that replicas cannot share."""
+    """Raise UserError for batches or sources that replicas cannot share."""
     data = c.data
     if c.diloco.data == "sources":
         if data.source != "mix" or len(data.sources or ()) != replicas:
@@ -262,8 +263,9 @@ def with_workers(c: Config, count: int) -> Config:
 
 
 def _check_launcher(c: Config) -> None:
-    """Refuse launcher keys without a launcher, and numbers of workers for which the run
-    cannot be split.
+    """Raise UserError for workers over which the run cannot be split.
+
+    Also raise it for launcher keys without a launcher.
     """
     launcher = c.launcher
     if launcher.kind is None:
@@ -294,7 +296,7 @@ def _check_launcher(c: Config) -> None:
 
 
 def _check_device_counts(c: Config, devices: list[int]) -> None:
-    """Refuse a batch or a mesh that some number of devices cannot split."""
+    """Raise UserError for a batch or mesh that some number of devices cannot split."""
     sizes = (c.parallel.data, c.parallel.fsdp, c.parallel.tensor)
     fixed = math.prod(size for size in sizes if size != -1)
     for count in devices:
@@ -316,8 +318,9 @@ def _check_device_counts(c: Config, devices: list[int]) -> None:
 
 
 def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> None:
-    """Refuse replicas that the workers cannot share, and too few of them for the quorum
-    with the minimum number of workers.
+    """Raise UserError for replicas that the workers cannot share.
+
+    Also raise it if the minimum number of workers has too few of them for the quorum.
     """
     if replicas % most:
         raise UserError(
@@ -348,7 +351,7 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
 
 
 def _check_data(data: Data) -> None:
-    """Refuse keys that the chosen source does not use, and keys that it lacks."""
+    """Raise UserError for keys that the chosen source does not use, or lacks."""
     for key, users in DATA_KEYS.items():
         value = getattr(data, key)
         if value not in (None, (), False) and data.source not in users:

@@ -154,7 +154,7 @@ def _preset_of_family(
 
 
 def _check_overrides(overrides: Mapping[str, str], source: str) -> None:
-    """Refuse overrides that would replace whole groups of saved settings."""
+    """Raise UserError for overrides that would replace groups of saved settings."""
     if "experiment" in overrides:
         raise UserError(
             f"experiment={overrides['experiment']}, but resume={source} takes its"

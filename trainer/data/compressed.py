@@ -142,7 +142,7 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
 
 
 def check_no_compressed_duplicates(paths: Collection[Path]) -> None:
-    """Refuse a.txt.gz beside a.txt: by their names they hold one text.
+    """Raise UserError for a.txt.gz beside a.txt: by their names they hold one text.
 
     One file could be validated on while the other is trained on.
     """

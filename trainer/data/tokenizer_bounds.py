@@ -49,7 +49,7 @@ REGEX_TOKEN = re.compile(
 
 
 def check_growth_and_patterns(path: Path, tree: dict[str, Any]) -> None:
-    """Refuse a tokenizer.json that may make texts much longer, or search for ever.
+    """Check that a tokenizer.json makes texts little longer, and searches in time.
 
     Args:
       path: the file.
@@ -136,7 +136,7 @@ class Atom:
 
 
 def check_pattern_speed(path: Path, pattern: str) -> None:
-    """Refuse a word pattern whose search may take exponential time.
+    """Raise UserError for a word pattern whose search may take exponential time.
 
     Args:
       path: the file that has the pattern.

@@ -83,7 +83,7 @@ def added_later(directory: Path) -> dict[str, int]:
 
 
 def check_no_tokens_added(directory: Path, file: str, ids: Mapping[str, Any]) -> None:
-    """Refuse a vocabulary to which transformers adds tokens.
+    """Raise UserError for a vocabulary to which transformers adds tokens.
 
     Args:
       directory: the directory of the tokenizer.
@@ -104,7 +104,7 @@ def check_no_tokens_added(directory: Path, file: str, ids: Mapping[str, Any]) ->
 def check_same_flags(
     directory: Path, file: str, added_tokens: Mapping[str, Any]
 ) -> None:
-    """Refuse a vocabulary if transformers matches its added words by other `FLAGS`.
+    """Check that transformers matches a vocabulary's added words by the same `FLAGS`.
 
     Special tokens are not checked, since no text is encoded to them.
 
@@ -144,7 +144,7 @@ def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def check_settings_beside(directory: Path, file: str, tree: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer.json that transformers changes by the settings beside it.
+    """Check that the settings beside a tokenizer.json do not change it in transformers.
 
     Args:
       directory: the directory of the tokenizer.

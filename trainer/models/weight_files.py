@@ -228,7 +228,7 @@ def check_shape(
 
 
 def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
-    """Refuse model sizes that the weight files cannot hold, before building the model.
+    """Check that the weight files can hold a model of these sizes, before building it.
 
     Args:
       source: a directory or file of weights; without files nothing is checked.

@@ -201,9 +201,7 @@ def forward_format(policy: Policy) -> FloatFormat | None:
 
 
 def backward_format(policy: Policy, path: str) -> FloatFormat | None:
-    """Return the format of the output gradient of the matmul at `path`, or None as in
-    `forward_format`.
-    """
+    """Return the format of the output gradient of a matmul; None: `forward_format`."""
     backward = policy.backward_of(path)
     if backward is None or policy.method.in_products:
         return None
@@ -225,8 +223,10 @@ def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
 
 @functools.cache
 def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None, ...]:
-    """Return the casts in blocks of a narrow matmul's input, kernel, and gradient of
-    the output; Nones where operands have one scale. `backward`: of the matmul.
+    """Return the casts in blocks of a matmul's input, kernel, and output gradient.
+
+    They are None where operands have one scale. `backward`: the format of the matmul's
+    output gradient.
     """
     method = policy.method
     forward = policy.forward
@@ -383,8 +383,7 @@ def stored_figures(
     count_zeros: bool,
     is_stacked: bool,
 ) -> jax.Array:
-    """Return the figures of a stored tensor: [figures], or [L, figures] of a stack of
-    layers.
+    """Return the figures of a stored tensor, [figures]; of a stack, [L, figures].
 
     Args:
       data: the stored values.

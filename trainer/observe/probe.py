@@ -1,7 +1,7 @@
-"""Figures that show whether a format holds an array, and a probe that takes them inside
-a program whose scales are propagated.
+"""Figures that show whether a format holds an array, and a probe that takes them.
 
-They are cheap reductions, safe inside jit.
+The probe works inside a program whose scales are propagated. The figures are cheap
+reductions, safe inside jit.
 """
 
 from collections.abc import Callable

@@ -55,8 +55,10 @@ def decode_row(line: str) -> dict[str, Any]:
 
 
 def read_log(path: Path) -> bytes:
-    """Return the content of a log; empty if there is no file. Raises UserError as
-    `read_file` does.
+    """Return the content of a log; empty if there is no file.
+
+    Raises:
+      UserError: as `read_file` does.
     """
     if path.exists():
         return read_file(path, LOG_BYTES)
@@ -216,8 +218,9 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def cut_samples(path: Path, start: int, size: int = sys.maxsize) -> None:
-    """Truncate a samples.txt after its last sample of a step <= `start` within `size`
-    bytes.
+    """Truncate a samples.txt after its last sample of a step <= `start`.
+
+    What is beyond `size` bytes is dropped too, as in `cut_rows`.
     """
     data = read_log(path)
     ends = [m.end() for m in SAMPLE.finditer(data) if int(m[1]) <= start]

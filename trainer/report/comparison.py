@@ -132,8 +132,9 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
 def implied_settings(
     runs: Sequence[RunRecords], user_settings: Table
 ) -> dict[str, Sequence[str]]:
-    """Return the differing settings that are not among those that users set, and the
-    changes of the schedule if these differ.
+    """Return the differing settings that users did not set.
+
+    The changes of the schedule are among them, if these differ.
     """
     settings: dict[str, Sequence[str]] = {
         key: values
@@ -209,8 +210,9 @@ def validated(run: RunRecords, step: int) -> ValidatedText:
 
 
 def validation_shares(run: RunRecords) -> list[str]:
-    """Return the shares of a mixture's sources in every validation, those that the run
-    ends with; empty for another text.
+    """Return the shares of a mixture's sources in its validations.
+
+    They are those that the run ends with. Empty: the text is no mixture.
     """
     if run.settings.get("data.source") != "mix":
         return []
@@ -222,9 +224,7 @@ def validation_shares(run: RunRecords) -> list[str]:
 
 
 def ranking_of(run: RunRecords, ranked: ValidatedText) -> str:
-    """Return RANKED for a run that was last validated on this text, or why it is not
-    ranked.
-    """
+    """Return RANKED for a run that was last validated on this text, else the reason."""
     text = last_validated(run)
     losses = run.line("val/loss").ys
     has_diverged = bool(losses) and not math.isfinite(losses[-1])

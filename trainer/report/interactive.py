@@ -221,9 +221,7 @@ def framed(chart: Chart | SweepChart, element: str) -> str:
 
 
 def chart_grid(charts: Sequence[Chart | SweepChart]) -> list[str]:
-    """Return the charts that show values side by side, below their controls, and the
-    scripts that draw them.
-    """
+    """Return the controls, the charts that show values, and the scripts of a page."""
     shown = [chart for chart in charts if chart.shown]
     if not shown:
         return []

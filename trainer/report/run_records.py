@@ -209,8 +209,7 @@ class RunRecords:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """The configuration by dotted keys; the precision is that of the last row's
-        phase.
+        """The configuration by dotted keys, in the precision of the last row's phase.
 
         Raises:
           ValueError: it is not a mapping.

@@ -450,9 +450,7 @@ def _fp8_cast(
 
 
 def _fp8_grade(run: RunRecords) -> tuple[str, str]:
-    """Return the grade of the last measured saturation and underflow, and a line for
-    each.
-    """
+    """Return the grade of the last measured saturation and underflow, and lines."""
     grades = [GOOD]
     text = ""
     numerics = run.numerics[-1][1] if run.numerics else {}

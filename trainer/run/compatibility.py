@@ -52,7 +52,7 @@ def check_same_model(
     alternative: str = "",
     mismatch: TokenizerMismatch | None = None,
 ) -> None:
-    """Refuse weights of another architecture or for another tokenizer.
+    """Raise UserError for weights of another architecture or for another tokenizer.
 
     Args:
       source: the weights, as the user named them.
@@ -112,7 +112,7 @@ def check_same_precision(
 
 
 def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) -> None:
-    """Refuse the state of another run that has moments of other parameters."""
+    """Raise UserError for a state of another run with moments of other parameters."""
 
     def override_of(names: tuple[str, ...]) -> str:
         return shlex.quote(f"train.trainable=[{','.join(names)}]")
@@ -128,7 +128,7 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
 
 
 def check_no_replicas(source: str, meta: Mapping[str, Any]) -> None:
-    """Refuse a state of DiLoCo replicas for a run without them."""
+    """Raise UserError for a state of DiLoCo replicas for a run without them."""
     count = saved_config(meta).diloco.replicas
     if count is not None:
         raise UserError(
@@ -158,7 +158,7 @@ def data_difference(meta: Mapping[str, Any], manifest: Manifest) -> str | None:
 
 
 def check_same_run(checkpoint: Restored, steps: int, manifest: Manifest) -> None:
-    """Refuse to continue on other data, or with fewer steps than were taken.
+    """Check that a run continues on the same data, with at least the steps taken.
 
     Args:
       checkpoint: the state from which the run continues.

@@ -154,7 +154,7 @@ def check_weights_fit(
     spec: Spec,
     comparison: TokenizerComparison | None,
 ) -> None:
-    """Refuse weights of another architecture, or for another tokenizer.
+    """Raise UserError for weights of another architecture, or for another tokenizer.
 
     Args:
       key: the weights, as the user named them.

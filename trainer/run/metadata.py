@@ -237,8 +237,9 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_chunks(folder: Path, names: Iterable[str]) -> None:
-    """Refuse stored arrays whose chunks are larger than the arrays, and an index of
-    them that is larger than what is stored.
+    """Raise UserError for stored arrays whose chunks are larger than the arrays.
+
+    Also raise it for an index of them that is larger than what is stored.
 
     TensorStore decodes whole chunks, and the array's own metadata gives their size, so
     a small file could fill the memory. It is asked for no list of what is stored, which
@@ -280,7 +281,7 @@ def _fits_array(description: Any) -> bool:
 
 
 def check_size(folder: Path, target: Any) -> None:
-    """Refuse arrays that are out of proportion to their stored bytes.
+    """Raise UserError for arrays that are out of proportion to their stored bytes.
 
     A small file of compressed zeros can decode to more memory than there is.
 

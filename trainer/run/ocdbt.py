@@ -141,7 +141,7 @@ class Fields:
 
 
 def check_index(folder: Path, most: int) -> None:
-    """Refuse an index that TensorStore would expand to more than `most` bytes.
+    """Check that TensorStore expands an index to at most `most` bytes.
 
     Args:
       folder: that of a checkpoint's arrays.

@@ -259,8 +259,9 @@ class RunDir:
             write_text(self.path / "config.yaml", self._config)
 
     def check(self, config: Mapping[str, Any], fixed: Collection[str] = ()) -> None:
-        """Refuse a configuration that cannot be written to config.yaml and read again,
-        and another one than that of config.yaml, if there is one.
+        """Check that a configuration is that of config.yaml, if there is one.
+
+        Also check that it can be written and read again.
 
         Args:
           config: nested plain values.
@@ -296,7 +297,7 @@ class RunDir:
             )
 
     def _check_is_run_or_free(self) -> None:
-        """Refuse a directory that is no run, but has files that a run would change."""
+        """Raise UserError if it is no run, but has files that a run would change."""
         path = self.path
         # If its config.yaml was removed, a run is known by its checkpoints.
         if (path / "config.yaml").exists() or has_checkpoints(path):
@@ -313,7 +314,7 @@ class RunDir:
             )
 
     def check_no_effect_after_end(self, step: int, config: Mapping[str, Any]) -> None:
-        """Refuse changed settings that have no effect, because the run has ended.
+        """Check that no setting changed that has no effect after the run's end.
 
         Raises:
           UserError: the message names the keys that differ.
@@ -334,7 +335,7 @@ class RunDir:
     def check_trained_with(
         self, trained: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
-        """Refuse to continue a checkpoint of this directory with other settings.
+        """Check that a checkpoint of this directory continues with the same settings.
 
         Args:
           trained: the configuration that the checkpoint was written with.

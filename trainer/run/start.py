@@ -100,10 +100,10 @@ def check_undamaged(run_dir: Path) -> None:
 
 
 def check_weights(init_from: Path) -> None:
-    """Refuse `init_from` if weights are missing, are in an unsupported format, or
-    belong to a run that is still training.
+    """Raise UserError if the weights of `init_from` are missing or cannot be read.
 
-    The newest checkpoint of such a run would depend on how long this start takes.
+    Also raise it if they are of a run that is still training: its newest checkpoint
+    would depend on how long this start takes.
     """
     if not init_from.exists():
         raise UserError(
@@ -205,7 +205,7 @@ def starting_point(
 
 
 def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) -> None:
-    """Refuse to continue a run that is not a fork of the run that `resume` names.
+    """Check that a run is a fork of the run that `resume` names.
 
     Args:
       resume: the command's.
@@ -233,7 +233,7 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
 
 
 def check_state_finite(checkpoint: Restored, where: str, advice: str) -> None:
-    """Refuse a state with weights or moments that are not finite.
+    """Raise UserError for a state with weights or moments that are not finite.
 
     The message names the state as `where`, and ends with `advice`.
     """

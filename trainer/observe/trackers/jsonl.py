@@ -121,8 +121,9 @@ class LogFile:
             self._running.extend(data)
 
     def check_and_restore(self) -> str | None:
-        """Return how the file has changed since the last call, and restore it if it was
-        removed; None: it has not changed.
+        """Return how the file has changed since the last call; None: it has not.
+
+        A file that was removed is restored.
         """
         open_file = os.fstat(self._file.fileno())
         try:
