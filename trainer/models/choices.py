@@ -1,4 +1,10 @@
-"""Choices in the specs of several families."""
+"""Choices, sizes and checks that the specs of several families share."""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+from trainer.errors import UserError
 
 # The members of jax.checkpoint_policies that are policies; other members are functions
 # that return policies.
@@ -14,3 +20,56 @@ REMAT_MODES = ("none", "elementwise", "block", *REMAT_POLICIES)
 
 # MLPs that compute the same function, and differ only in roundings.
 EQUIVALENT_MLPS = {"swiglu", "smooth_swiglu"}
+
+
+class DecoderSpec:
+    """The base of the specs of GPT-2 and Llama; see `family.Spec`."""
+
+    vocab_size: int
+    d_model: int
+    d_mlp: int | None
+    mlp: str
+    align_channels: int
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of token table and head: `vocab_size` rounded up to a multiple of 64.
+
+        For example 50304 for 50257.
+        """
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def mlp_width(self) -> int:
+        """Number of hidden channels, F."""
+        if self.d_mlp is not None:
+            return self.d_mlp
+        if self.mlp == "gelu":
+            return 4 * self.d_model
+        return math.ceil(8 * self.d_model / 3 / 64) * 64
+
+    def check_align_channels(self) -> None:
+        """Raise UserError for more aligned channels than the MLP has."""
+        if self.align_channels > self.mlp_width:
+            raise UserError(
+                f"model.align_channels={self.align_channels}: expected at most the"
+                f" MLP's {self.mlp_width}"
+            )
+
+    def architecture(self) -> dict[str, Any]:
+        """See `family.Spec`."""
+        raise NotImplementedError
+
+    def is_compatible(self, name: str, value: Any) -> bool:
+        """See `family.Spec`: both kinds of gated MLP are one function."""
+        current = self.architecture()[name]
+        is_same_mlp = name == "mlp" and {current, value} == EQUIVALENT_MLPS
+        return bool(current == value or is_same_mlp)
+
+    def for_sampling(self) -> Self:
+        """See `family.Spec`."""
+        if self.mlp != "smooth_swiglu":
+            return self
+        spec: Any = self
+        unsmoothed: Self = dataclasses.replace(spec, mlp="swiglu")
+        return unsmoothed

@@ -1,10 +1,8 @@
 """GPT-2's sizes and choices, validated."""
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from trainer.bounds import (
     POWER_OF_TWO,
@@ -17,7 +15,7 @@ from trainer.bounds import (
     more_than,
 )
 from trainer.errors import UserError
-from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
+from trainer.models.choices import REMAT_MODES, DecoderSpec
 from trainer.models.config_values import whole_number
 
 # The keys of each field in a config.json: GPT-2's, and other names that transformers
@@ -40,7 +38,7 @@ CONFIG_DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class GPT2Spec:
+class GPT2Spec(DecoderSpec):
     """A GPT-2's sizes and choices: the configuration's group `model` for this family.
 
     The defaults are for programs; `trainer/configs/base/gpt2.yaml` has the same for
@@ -115,28 +113,7 @@ class GPT2Spec:
                 f"model.align_channels={self.align_channels}, but model.mlp=gelu has"
                 " one branch; choose model.mlp=swiglu or smooth_swiglu"
             )
-        if self.align_channels > self.mlp_width:
-            raise UserError(
-                f"model.align_channels={self.align_channels}: expected at most the"
-                f" MLP's {self.mlp_width}"
-            )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the token table: `vocab_size` rounded up to a multiple of 64.
-
-        For example 50304 for 50257.
-        """
-        return -(-self.vocab_size // 64) * 64
-
-    @property
-    def mlp_width(self) -> int:
-        """Number of hidden channels, F."""
-        if self.d_mlp is not None:
-            return self.d_mlp
-        if self.mlp == "gelu":
-            return 4 * self.d_model
-        return math.ceil(8 * self.d_model / 3 / 64) * 64
+        self.check_align_channels()
 
     @property
     def n_kv_head(self) -> int:
@@ -176,18 +153,6 @@ class GPT2Spec:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
         fields = {name: getattr(self, name) for name in self.checkpoint_fields()}
         return fields | {"d_mlp": self.mlp_width}
-
-    def is_compatible(self, name: str, value: Any) -> bool:
-        """See `family.Spec`: both kinds of gated MLP are one function."""
-        current = self.architecture()[name]
-        is_same_mlp = name == "mlp" and {current, value} == EQUIVALENT_MLPS
-        return bool(current == value or is_same_mlp)
-
-    def for_sampling(self) -> Self:
-        """See `family.Spec`."""
-        if self.mlp != "smooth_swiglu":
-            return self
-        return dataclasses.replace(self, mlp="swiglu")
 
 
 def size_of_huggingface(

@@ -1,20 +1,19 @@
 """Llama's sizes and choices, validated."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from trainer.bounds import Layers, Natural, OneOf, Positive, check_fields, more_than
 from trainer.errors import UserError
-from trainer.models.choices import EQUIVALENT_MLPS, REMAT_MODES
+from trainer.models.choices import REMAT_MODES, DecoderSpec
 from trainer.models.llama.config_json import ConfigFormat, fields_from_config
 from trainer.models.llama.rope import RopeScaling
 
 
 @dataclass(frozen=True)
-class LlamaSpec:
+class LlamaSpec(DecoderSpec):
     """A Llama's sizes and choices.
 
     The defaults are for programs; `trainer/configs/base/llama.yaml` has the same for
@@ -103,23 +102,7 @@ class LlamaSpec:
                 f"model.head_dim={self.head_width}: rotary positions turn pairs of"
                 " channels; expected an even one"
             )
-        if self.align_channels > self.mlp_width:
-            raise UserError(
-                f"model.align_channels={self.align_channels}: expected at most the"
-                f" MLP's {self.mlp_width}"
-            )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of token table and head: `vocab_size` rounded up to a multiple of 64."""
-        return -(-self.vocab_size // 64) * 64
-
-    @property
-    def mlp_width(self) -> int:
-        """Number of hidden channels, F."""
-        if self.d_mlp is not None:
-            return self.d_mlp
-        return math.ceil(8 * self.d_model / 3 / 64) * 64
+        self.check_align_channels()
 
     @property
     def dropout(self) -> float:
@@ -187,14 +170,8 @@ class LlamaSpec:
         return {name: fields[name] for name in self.checkpoint_fields()} | computed
 
     def is_compatible(self, name: str, value: Any) -> bool:
-        """See `family.Spec`: both kinds of gated MLP are one function."""
-        current = self.architecture()[name]
+        """See `family.Spec`."""
         if name == "rope_scaling" and isinstance(value, Mapping):
             # Checkpoints of earlier versions have fewer keys.
             value = {**dataclasses.asdict(RopeScaling(factor=1)), **value}
-        is_same_mlp = name == "mlp" and {current, value} == EQUIVALENT_MLPS
-        return bool(current == value or is_same_mlp)
-
-    def for_sampling(self) -> Self:
-        """See `family.Spec`."""
-        return dataclasses.replace(self, mlp="swiglu")
+        return super().is_compatible(name, value)
