@@ -68,7 +68,7 @@ from trainer.run.libraries import (
 from trainer.run.loop import meta_of, train
 from trainer.run.phases import Phases, TrainingPhase, training_state
 from trainer.run.rundir import RunDir, RunDirLost
-from trainer.run.session import Recovery, Session, StepPlan, TrainData, TrainLoop
+from trainer.run.session import PhasePlan, Recovery, Session, TrainData, TrainLoop
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_state, starting_point
 from trainer.run.totals import continued_totals
@@ -413,7 +413,7 @@ def build_loop(
     profile = run_config.profile.steps
     return TrainLoop(
         session=session,
-        plan=StepPlan(
+        plan=PhasePlan(
             steps=run_config.train.steps,
             phase_end=phase.until,
             learning_rates=build_learning_rates(run_config),

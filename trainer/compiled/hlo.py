@@ -29,9 +29,9 @@ from trainer.compiled.operations import (
     ATTENTION,
     DTYPE_NAMES,
     NARROW_NAMES,
-    Attention,
     Collective,
     Contraction,
+    FusedAttention,
     Gemm,
     attention,
     bytes_written,
@@ -179,7 +179,7 @@ class Program:
         )
 
     @cached_property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> list[FusedAttention]:
         """cuDNN's fused attentions, in the order of the schedule."""
         return [
             attention(i, computation, times)
@@ -271,7 +271,7 @@ class Program:
 
 def fp8_share(program: Program) -> float:
     """Return FP8's share of the FLOPs of matmuls and attentions; 0 without any."""
-    calls: list[Gemm | Attention] = [*program.gemms, *program.attentions]
+    calls: list[Gemm | FusedAttention] = [*program.gemms, *program.attentions]
     narrow = sum(call.flops for call in calls if call.is_narrow)
     total = sum(call.flops for call in calls)
     if total:

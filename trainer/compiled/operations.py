@@ -60,7 +60,7 @@ class Gemm(NamedTuple):
         return 2 * math.prod(self.sizes) * self.times
 
 
-class Attention(NamedTuple):
+class FusedAttention(NamedTuple):
     """A fused attention that runs `times` times.
 
     Attributes:
@@ -180,14 +180,14 @@ def fusion_kind(instruction: Instruction) -> str:
 
 def attention(
     instruction: Instruction, computation: Computation, times: int
-) -> Attention:
+) -> FusedAttention:
     """Return the description of a fused attention's call."""
     config = instruction.config["cudnn_fmha_backend_config"]
     query = computation[instruction.operands[0]].shapes[0]
     batch, heads, queries, keys = (
         int(d) for d in config["intermediate_tensor_shape"]["dimensions"]
     )
-    return Attention(
+    return FusedAttention(
         NARROW_NAMES.get(bits(query.dtype))
         or DTYPE_NAMES.get(query.dtype, query.dtype),
         backward="Backward" in instruction.target,

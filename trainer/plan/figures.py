@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from trainer.compiled.hlo import Kernel, Program
-from trainer.compiled.operations import Attention, Collective
+from trainer.compiled.operations import Collective, FusedAttention
 from trainer.observe.peaks import peak_flops
 from trainer.plan.aot import Compiled
 from trainer.plan.budget import memory_of
@@ -69,7 +69,7 @@ def gemm_seconds(flops: float, dtype: str, target: Target) -> float:
     return flops / rate
 
 
-def attention_seconds(call: Attention, target: Target) -> float:
+def attention_seconds(call: FusedAttention, target: Target) -> float:
     """Return the time of one attention call at the peak rate.
 
     A causal one takes half: its kernel skips the masked positions.

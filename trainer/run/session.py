@@ -53,7 +53,7 @@ class Session:
     remote_signal: Callable[[], int]
 
 
-class StepPlan(NamedTuple):
+class PhasePlan(NamedTuple):
     """The steps of a phase.
 
     Attributes:
@@ -130,7 +130,7 @@ class TrainLoop:
     """
 
     session: Session
-    plan: StepPlan
+    plan: PhasePlan
     data: TrainData
     callbacks: Sequence[Callback]
     recovery: Recovery

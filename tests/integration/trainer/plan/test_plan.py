@@ -24,7 +24,7 @@ from trainer.compiled.fp8 import (
     layer_products,
     not_fp8,
 )
-from trainer.compiled.operations import Attention, Collective, Gemm
+from trainer.compiled.operations import Collective, FusedAttention, Gemm
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.models.flops import linear_sizes
@@ -248,7 +248,7 @@ def test_deep_steps_whose_layers_are_alike_are_continued():
 def test_a_causal_attention_takes_half():
     sizes, h200 = (2, 4, 1024, 1024, 64), get_target("h200")
     bidirectional, causal = (
-        attention_seconds(Attention("bf16", False, is_causal, sizes, "a", 3), h200)
+        attention_seconds(FusedAttention("bf16", False, is_causal, sizes, "a", 3), h200)
         for is_causal in (False, True)
     )
     assert (
