@@ -25,12 +25,15 @@ UNQUOTED = re.compile(r"[\w./\-]([\w./\- ]*[\w./\-])?", re.ASCII)
 LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
-    """Return `did you mean 'x'? ` if a name is close, and the valid names."""
+def nearest(name: str, valid: Sequence[str], prefix: str = "") -> str:
+    """Return `did you mean 'x'? ` if a name is close, and the valid names.
+
+    `prefix`: of the close name, as it is typed.
+    """
     names = ", ".join(sorted(valid))
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]!r}? Valid: {names}"
+        return f"did you mean {prefix + close[0]!r}? Valid: {names}"
     return f"valid: {names}"
 
 

@@ -425,7 +425,7 @@ def describe_wrong_key(key: str, tree: Any) -> str:
         if not isinstance(tree, dict):
             return f"unknown key {key}: {'.'.join(parts[:depth])} has no keys"
         if part not in tree:
-            hint = nearest(part, list(tree))
+            hint = nearest(part, list(tree), "".join(f"{p}." for p in parts[:depth]))
             # The user may have left out the group.
             if len(parts) == 1 or "did you mean" not in hint:
                 hint = suggest_other_group(parts[-1], root) or hint

@@ -200,6 +200,7 @@ def test_bad_values_are_refused_with_the_valid_ones(override, says):
     ("key", "says"),
     [
         ("modle.n_layer", "unknown key modle.n_layer; did you mean 'model'"),
+        ("train.stpes", "unknown key train.stpes; did you mean 'train.steps'"),
         ("model.n_layer.x", "model.n_layer has no keys"),
         ("lr", "unknown key lr; did you mean model.lr or optimizer.lr?"),
         ("nonsense", "unknown key nonsense; valid: checkpoint"),
