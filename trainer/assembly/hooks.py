@@ -9,11 +9,6 @@ from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 
 
-def no_signal() -> int:
-    """Return 0: no signal was received."""
-    return 0
-
-
 class Hooks(NamedTuple):
     """A program's own parts of a run; see `trainer.assembly.library.train`.
 
@@ -31,7 +26,7 @@ class Hooks(NamedTuple):
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
     owns_process: bool = True
-    remote_signal: Callable[[], int] = no_signal
+    remote_signal: Callable[[], int] = int  # returns 0: no signal
 
 
 NO_HOOKS = Hooks()

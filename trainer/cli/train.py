@@ -234,7 +234,11 @@ class TrainingJobs:
     started: list[HydraJob] = dataclasses.field(default_factory=list)
 
     def start_next(self, tree: DictConfig) -> float | None:
-        """Train the next job; return the loss that Hydra's sweepers minimize."""
+        """Train the next job; return the loss that Hydra's sweepers minimize.
+
+        It is infinite after a refusal or a failure. None: there was no validation, or
+        the sweep has ended.
+        """
         last = self.started[-1] if self.started else None
         if last and (last.exit_code in SIGNAL_EXIT_CODES or last.error):
             remove_empty_output_dir()
