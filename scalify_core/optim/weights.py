@@ -208,8 +208,9 @@ def apply_with_compensation(
             if isinstance(scale, jax.Array):
                 scale = jnp.where(accept, scale, p.scale)
         if is_scaled_array(p):
-            total = with_scale(total, scale)
-        new.append(total)
+            new.append(with_scale(total, scale))
+        else:
+            new.append(total)
         if rest is not None:
             remain.append(remainder)
         if is_large[i]:
