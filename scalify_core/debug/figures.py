@@ -143,19 +143,12 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     sizes = [_rms(np.asarray(x.reference, np.float64)) for x in terms]
     if name in ("add", "sub", "add_any") and len(sizes) == 2:
         expected = math.hypot(*sizes)
-    elif name == "reduce_sum":
-        expected = sizes[0] * math.sqrt(
-            math.prod(terms[0].reference.shape[axis] for axis in eqn.params["axes"])
-        )
-    elif name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        expected = (
-            sizes[0]
-            * sizes[1]
-            * math.sqrt(
-                math.prod(terms[0].reference.shape[axis] for axis in contracted)
-            )
-        )
+    elif name in ("reduce_sum", "dot_general"):
+        axes = eqn.params.get("axes")
+        if axes is None:
+            (axes, _), _ = eqn.params["dimension_numbers"]
+        count = math.prod(terms[0].reference.shape[axis] for axis in axes)
+        expected = math.prod(sizes) * math.sqrt(count)
     else:
         return 0.0
     error = max(max(x.error, epsilon(x.format) if x.format else 0.0) for x in terms)

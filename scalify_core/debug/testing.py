@@ -210,11 +210,9 @@ def assert_close(
     assert str(actual_tree) == str(expected_tree), (
         f"{where}: tree {actual_tree}, expected {expected_tree}"
     )
-    if narrow is None:
-        narrow_leaves = [None] * len(actual_leaves)
-    else:
-        narrow_leaves = jax.tree.leaves(narrow)
-    may_be_wide = [False] * len(actual_leaves) if wide is None else wide
+    count = len(actual_leaves)
+    narrow_leaves = jax.tree.leaves(narrow) or [None] * count
+    may_be_wide = wide or [False] * count
     for x, (path, y), z, is_wide in zip(
         actual_leaves, expected_leaves, narrow_leaves, may_be_wide, strict=True
     ):
@@ -238,12 +236,10 @@ def _assert_leaf_close(
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     scale: Any = 1.0
     if is_scaled_array(x):
+        scale = np.max(np.asarray(x.scale))
         # FP32 data is as exact as the operands, which are in `fmt`.
-        data_format = FloatFormat.of(x.dtype)
-        fmt, scale = (
-            fmt if data_format is FP32 else data_format,
-            np.max(np.asarray(x.scale)),
-        )
+        if x.dtype != jnp.float32:
+            fmt = FloatFormat.of(x.dtype)
     else:
         assert x.dtype == y.dtype, f"{where}: plain {x.dtype}, expected {y.dtype}"
     x, y = np.asarray(x), np.asarray(y)
@@ -276,9 +272,8 @@ def _assert_leaf_close(
             )
     error = np.abs(x - y)
     if np.any(error > bound):
-        at = tuple(
-            int(i) for i in np.unravel_index(np.argmax(error / bound), error.shape)
-        )
+        worst = np.argmax(error / bound)
+        at = tuple(map(int, np.unravel_index(worst, error.shape)))
         limit = np.broadcast_to(bound, error.shape)[at]
         raise AssertionError(
             f"{where}: {x[at]} at {at}, expected {y[at]} within {limit:.3g}"
@@ -290,11 +285,13 @@ def _assert_invariants(
 ) -> None:
     """Assert the invariants of a ScaledArray: an allowed format and allowed scales."""
     assert is_float(y), f"{where}: a ScaledArray, expected {y.dtype}"
-    allowed = {y.dtype} if y.dtype != jnp.float32 else {fmt.dtype}
-    if y.dtype == jnp.float32 and fmt in (E4M3, E5M2):
-        allowed.add(np.dtype(np.float16))
-    if y.dtype == jnp.float32 and is_wide:
-        allowed.add(y.dtype)
+    allowed = {y.dtype}
+    if y.dtype == jnp.float32:
+        allowed = {fmt.dtype}
+        if fmt in (E4M3, E5M2):
+            allowed.add(np.dtype(np.float16))
+        if is_wide:
+            allowed.add(y.dtype)
     assert x.dtype in allowed, f"{where}: data is {x.dtype}, expected {allowed}"
     for scale in np.ravel(np.asarray(x.scale, np.float32)):
         assert pow2_round(scale) == scale, (
