@@ -217,6 +217,19 @@ def is_scaled_array(x: Any) -> bool:
     return isinstance(x, ScaledArray)
 
 
+def is_array(x: Any) -> bool:
+    """Return whether a leaf is an array, a ScaledArray or a number, which are traced.
+
+    Python's booleans are not: a module's `inference` chooses what its Python does. Nor
+    are dtypes, and the gradients of integers, whose dtype no equation has.
+    """
+    if isinstance(x, (bool, type, jax.ShapeDtypeStruct)):
+        return False
+    if hasattr(x, "dtype"):
+        return x.dtype != jax.dtypes.float0
+    return isinstance(x, jax.typing.ArrayLike)
+
+
 def data_of(x: Any) -> Any:
     """Return the data of a ScaledArray; another leaf is unchanged."""
     if is_scaled_array(x):
@@ -240,7 +253,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 
     Args:
         tree: any pytree; ScaledArrays, integers, booleans, keys, and leaves that are
-            not arrays are unchanged.
+            not arrays are unchanged. Numbers of Python are, too: the rate of a dropout
+            is not to become a parameter.
         scale: the scale of every leaf: a number makes static scales, an FP32 array
             dynamic ones. None: the power of two nearest to the RMS of each leaf,
             dynamic. It is 1 for a leaf with infinities or NaNs. It is 2^-126 for zeros,
@@ -258,10 +272,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """
 
     def convert(path: Any, x: Any) -> Any:
-        if is_scaled_array(x) or not (
-            hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
-        ):
-            return x  # a leaf that is no array, as the functions in an Equinox module
+        if is_scaled_array(x) or not is_array(x) or not hasattr(x, "dtype"):
+            return x
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = not_differentiable(jnp.asarray(x))

@@ -4,8 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from scalify_core.array.scaled_array import asarray, is_scaled_array, paths
+from scalify_core.array.scaled_array import (
+    asarray,
+    is_array,
+    is_scaled_array,
+    paths,
+)
 
 
 class FlatCall(NamedTuple):
@@ -24,15 +30,10 @@ class FlatCall(NamedTuple):
     names: Callable[[], list[str]]
 
 
-def is_array(x: Any) -> bool:
-    """Return whether a leaf is an array, a ScaledArray or a number."""
-    return hasattr(x, "dtype") or isinstance(x, jax.typing.ArrayLike)
-
-
 def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
     """Return a call as that of a function of arrays alone.
 
-    Leaves of arguments and results that are no arrays and no numbers, as the functions
+    Leaves of arguments and results that are not traced (`is_array`), as the functions
     in an Equinox module, pass through as they are.
     """
     every, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled_array)
@@ -46,7 +47,10 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
             all_leaves[i] = x
         args, kwargs = jax.tree.unflatten(tree, all_leaves)
         out, structure = jax.tree.flatten(asarray(fun(*args, **kwargs)))
-        results[:] = [[None if is_array(x) else x for x in out], structure]
+        results[:] = [
+            [None if is_array(x) else _without_trace(x) for x in out],
+            structure,
+        ]
         return [x for x in out if is_array(x)]
 
     def unflatten(arrays_out: Sequence[Any]) -> Any:
@@ -59,3 +63,10 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
 
     flat.__name__ = getattr(fun, "__name__", "scalified")
     return FlatCall([every[i] for i in places], flat, unflatten, names)
+
+
+def _without_trace(x: Any) -> Any:
+    """Return a leaf that is not traced; JAX may trace the gradient of integers."""
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return np.zeros(x.shape, x.dtype)
+    return x

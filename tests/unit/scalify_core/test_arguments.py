@@ -3,6 +3,7 @@ strings."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from draws import draw_normal
 from numpy.testing import assert_allclose, assert_array_equal
@@ -42,6 +43,59 @@ def test_leaves_that_are_no_arrays_pass_through():
     assert doubled["layers"][1] is jnp.tanh
     assert (doubled["name"], doubled["nothing"]) == ("tower", None)
     assert_array_equal(asarray(doubled["layers"][0]), 2 * asarray(scaled["layers"][0]))
+
+
+def test_python_booleans_may_choose_what_python_does():
+    """As `inference` of a Dropout in an Equinox module."""
+    scaled = as_scaled_array({"w": X, "inference": True}, dtype=HALF)
+
+    def fun(model):
+        return model | {"w": model["w"] * (3 if model["inference"] else 2)}
+
+    for scales in ("auto", "static"):
+        actual = scalify(fun, scales=scales)(scaled)
+        assert actual["inference"] is True
+        assert_array_equal(asarray(actual["w"]), 3 * asarray(scaled["w"]).astype(HALF))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, np.float16, np.dtype("float16")])
+def test_dtypes_pass_through(dtype):
+    scaled = as_scaled_array({"w": X, "dtype": dtype}, dtype=HALF)
+    actual = scalify(lambda m: m | {"w": m["w"].astype(m["dtype"])})(scaled)
+    assert actual["dtype"] is dtype
+    assert_array_equal(asarray(actual["w"]), asarray(scaled["w"]))
+    shape = jax.ShapeDtypeStruct((2,), dtype)
+    assert scalify(lambda x, shape: shape)(scaled["w"], shape) is shape
+
+
+def test_numbers_of_python_do_not_become_parameters():
+    """As the rate of a Dropout in an Equinox module."""
+    scaled = as_scaled_array({"w": X, "rate": 0.3}, dtype=HALF)
+    assert type(scaled["rate"]) is float
+    actual = scalify(lambda m: m["w"] * m["rate"])(scaled)
+    assert_allclose(asarray(actual), 0.3 * asarray(scaled["w"]), rtol=2.0**-10)
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_gradients_of_integers_are_results_and_arguments(scales):
+    params = as_scaled_array({"table": X, "ids": jnp.array([1, 0, 1])}, dtype=HALF)
+    plain = asarray(params)
+
+    def gradient(params):
+        loss = lambda p: jnp.sum(p["table"][p["ids"]] ** 2)
+        return jax.grad(loss, allow_int=True)(params)
+
+    def step(params, gradients):
+        return params["table"] - gradients["table"]
+
+    expected = gradient(plain)
+    for run in (lambda f: f, jax.jit):
+        actual = run(scalify(gradient, scales=scales))(params)
+        assert actual["ids"].dtype == jax.dtypes.float0
+        assert_allclose(asarray(actual["table"]), expected["table"], rtol=2.0**-9)
+        new = run(scalify(step, scales=scales))(params, actual)
+        assert_allclose(asarray(new), step(plain, expected), rtol=2.0**-7, atol=1e-3)
+    assert explain(gradient, params).errors[0] < 2.0**-9
 
 
 def test_updates_are_rounded_to_nearest_by_default():
