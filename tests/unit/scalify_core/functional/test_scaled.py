@@ -193,6 +193,17 @@ def test_a_norm_of_a_row_of_zeros_is_zeros(norm):
     assert np.isfinite(gradient.data).all()
 
 
+@pytest.mark.parametrize("scale", [2.0**-12, 1.0, 2.0**12])
+def test_the_epsilon_of_a_norm_is_that_of_logical_values(scale):
+    x = X[0] * 2.0**-9  # a variance near the epsilon of 1e-5
+    gain = jnp.ones(D)
+    for norm in (
+        lambda x: sc.functional.layer_norm(x, gain, None),
+        lambda x: sc.functional.rms_norm(x, gain),
+    ):
+        near(scalify(norm)(as_scaled_array(x, scale)), norm(x))
+
+
 @pytest.mark.parametrize(
     ("fun", "outer", "inner"),
     [

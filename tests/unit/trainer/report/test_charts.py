@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from run_records import run_records
 
 from trainer.report.charts import Line, StepAxes, value_range
 
@@ -22,6 +23,16 @@ def test_a_few_values_far_above_the_rest_are_cut_off_and_counted(
 ):
     _, high, above = value_range([Line("", range(len(ys)), ys)])
     assert (least < high < most, above) == (True, count)
+
+
+def test_a_row_counts_the_time_of_all_steps_since_the_row_before():
+    logged = [
+        {"step": step, "tokens": step * 8, "perf/step_ms": ms}
+        for step, ms in ((10, 9e9), (20, 3.6e6), (40, 7.2e6), (50, math.nan))
+    ]
+    axes = run_records(logged).step_axes
+    assert (axes.steps, axes.tokens) == ([10, 20, 40, 50], [80, 160, 320, 400])
+    assert axes.hours == [0, 10, 50, 50]
 
 
 def test_tokens_and_hours_at_a_step_are_interpolated_and_unknown_without_steps():
