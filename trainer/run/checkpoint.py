@@ -43,10 +43,12 @@ from trainer.run.checkpoint_manifest import (
     CheckpointManifest,
     best_step,
     check_not_removed,
+    comparable_loss,
     digest_of,
     intact_manifest,
+    metrics_of,
     sealed,
-    store_loss,
+    store_metrics,
     stored_loss,
     validation_loss,
 )
@@ -104,6 +106,8 @@ class Checkpointer:
       directory: made if missing. Raises UserError if it cannot be written.
       keep: number of newest checkpoints to keep.
       keep_best: whether to keep the one with the lowest validation loss too.
+      validation_rows: sequences of a validation batch, for `keep_best`; None: losses of
+        any number are compared.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -114,6 +118,7 @@ class Checkpointer:
         *,
         keep: int = 1,
         keep_best: bool = False,
+        validation_rows: int | None = None,
         read_only: bool = False,
     ) -> None:
         self.directory = directory.resolve()
@@ -123,10 +128,10 @@ class Checkpointer:
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        newest = LatestN(keep)
+        newest, loss = LatestN(keep), comparable_loss(validation_rows)
         # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
         best = BestN(
-            get_metric_fn=_val_loss,
+            get_metric_fn=loss,
             reverse=True,
             n=1,
             keep_checkpoints_without_metrics=False,
@@ -135,7 +140,7 @@ class Checkpointer:
             preservation_policy=(
                 AnyPreservationPolicy([newest, best]) if keep_best else newest
             ),
-            best_fn=_val_loss,  # makes Orbax store the metrics
+            best_fn=loss,  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
@@ -247,7 +252,7 @@ class Checkpointer:
             self._manager.save(
                 step,
                 args=items,
-                metrics=None if val_loss is None else {"val_loss": val_loss},
+                metrics=metrics_of(manifest),
                 force=True,
             )
         except OSError as error:
@@ -278,7 +283,7 @@ class Checkpointer:
         try:
             if jax.process_index() == 0:
                 if val_loss is not None:
-                    store_loss(folder, val_loss)
+                    store_metrics(folder, completed)
                 write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
@@ -460,7 +465,7 @@ class Checkpointer:
             effect = "it cannot be the best one"
             self._set_aside(folder / "metrics", f"{step}-loss", problem, effect)
             return
-        store_loss(folder, expected)
+        store_metrics(folder, manifest)
         logger.warning(
             "the validation loss of checkpoint %s was missing or damaged; it was"
             " restored from its manifest",
@@ -579,10 +584,6 @@ def _has_metadata(folder: Path) -> bool:
         raise
     except Exception:  # a damaged file can raise anything
         return False
-
-
-def _val_loss(metrics: Mapping[str, float]) -> float:
-    return metrics["val_loss"]
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

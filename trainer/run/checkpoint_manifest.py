@@ -7,7 +7,7 @@ manifest, under its digest, decides which one is the best.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.files import parse_json, read_file, write_atomically
 
 ALTERED = "manifest altered since it was written"
+ROWS = "rows"
 
 
 class CheckpointManifest(NamedTuple):
@@ -52,7 +53,8 @@ def intact_manifest(folder: Path) -> dict[str, Any] | None:
         is_intact = manifest.pop("digest") == digest_of(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return manifest if is_intact else None
+    has_meta = isinstance(manifest.get("meta"), dict)
+    return manifest if is_intact and has_meta else None
 
 
 def stored_loss(folder: Path) -> float | None:
@@ -69,10 +71,37 @@ def stored_loss(folder: Path) -> float | None:
     return loss if isinstance(loss, float) else math.nan
 
 
-def store_loss(folder: Path, loss: float) -> None:
-    """Write Orbax's file of the validation loss."""
+def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return what Orbax stores of a validation; None: there was none."""
+    if manifest["val_loss"] is None:
+        return None
+    rows = validation_rows(manifest)
+    return {"val_loss": manifest["val_loss"]} | ({} if rows is None else {ROWS: rows})
+
+
+def validation_rows(manifest: Mapping[str, Any]) -> int | None:
+    """Return the sequences of a validation batch; None: an earlier version saved it."""
+    rows = manifest["meta"].get("validation_rows")
+    return rows if isinstance(rows, int) else None
+
+
+def store_metrics(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write Orbax's file of a validation."""
     (folder / "metrics").mkdir(exist_ok=True)
-    write_atomically(folder / "metrics" / "metrics", json.dumps({"val_loss": loss}))
+    text = json.dumps(metrics_of(manifest))
+    write_atomically(folder / "metrics" / "metrics", text)
+
+
+def comparable_loss(rows: int | None) -> Callable[[Mapping[str, float]], float]:
+    """Return the function of `metrics_of` by which Orbax keeps the best checkpoint: the
+    loss, or infinity if another number of `rows` was read. None: of any number.
+    """
+
+    def loss(metrics: Mapping[str, float]) -> float:
+        is_comparable = rows is None or metrics.get(ROWS, rows) == rows
+        return metrics["val_loss"] if is_comparable else math.inf
+
+    return loss
 
 
 def validation_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
@@ -112,7 +141,7 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
         loss = validation_loss(folder, manifest)
         if loss is not None:
             losses[step] = loss
-            rows[step] = manifest["meta"].get("validation_rows")
+            rows[step] = validation_rows(manifest)
     if not losses:
         return None
     newest = rows[max(rows)]

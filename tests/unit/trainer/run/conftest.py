@@ -7,8 +7,8 @@ from trainer.run.checkpoint import Checkpointer
 def open_checkpointer(tmp_path):
     opened = []
 
-    def open_one(keep=3, keep_best=False, directory=tmp_path / "checkpoints"):
-        opened.append(Checkpointer(directory, keep=keep, keep_best=keep_best))
+    def open_one(keep=3, directory=tmp_path / "checkpoints", **settings):
+        opened.append(Checkpointer(directory, keep=keep, **settings))
         return opened[-1]
 
     yield open_one

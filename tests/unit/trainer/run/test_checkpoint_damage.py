@@ -1,5 +1,6 @@
 """Damaged checkpoints are noticed, named and left out."""
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from checkpoints import META, abstract, bits, make_state, saved
 
 from trainer.errors import UserError
 from trainer.run.checkpoint import Checkpointer
+from trainer.run.checkpoint_manifest import sealed
 
 
 def files(step_directory):
@@ -136,6 +138,20 @@ def test_a_damaged_validation_loss_is_restored_from_the_manifest(
     resumed.save(3, make_state(3), {}, val_loss=3.0)
     resumed.wait()
     assert resumed.steps() == [1, 3]
+
+
+def test_a_manifest_of_other_values_under_a_right_digest_is_damaged(
+    open_checkpointer, with_losses
+):
+    file = with_losses / "1" / "manifest" / "metadata"
+    file.write_text(json.dumps(sealed({"step": 1, "meta": [], "val_loss": 1.0})))
+    reader = Checkpointer.reading(with_losses)
+    with pytest.raises(
+        UserError, match=r"checkpoint 1 is damaged .*, so that the best"
+    ):
+        _ = reader.best_step
+    reader.close()
+    assert open_checkpointer(keep_best=True).steps() == [2]
 
 
 def test_the_best_checkpoint_is_chosen_by_intact_manifests_alone(
