@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -205,6 +205,31 @@ class _PlainLoader(yaml.SafeLoader):
                 )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads a number that begins with 0 in base 8, and one with colons in base 60.
+OTHER_BASE = re.compile(r"[+-]?0[0-7_]+|.*:.*")
+
+
+def _in_base_10(construct: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a constructor of numbers that refuses those of another base."""
+
+    def number_of(loader: Any, node: Any) -> Any:
+        number = construct(loader, node)
+        if OTHER_BASE.fullmatch(node.value):
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value!r} is {number} in YAML; write it so, or in"
+                " quotes",
+                problem_mark=node.start_mark,
+            )
+        return number
+
+    return number_of
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _construct = yaml.SafeLoader.yaml_constructors[_tag]
+    _PlainLoader.add_constructor(_tag, _in_base_10(_construct))
 
 
 def parse_yaml(text: str) -> Any:
