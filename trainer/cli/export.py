@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.data import Tokenizer
 
 
+CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -169,6 +170,22 @@ def limit_lengths(out: Path, context: int) -> None:
             write_object(out / name, tree | {key: context})
 
 
+def drop_code(out: Path) -> None:
+    """Remove the keys by which transformers finds a program of the original's author,
+    and runs it where `trust_remote_code` is set.
+
+    The tokenizer.json is all that the tokenizer needs.
+    """
+    from trainer.data.tokenizer_settings import SETTINGS, read_beside
+    from trainer.models.weight_files import write_object
+
+    for name in (SETTINGS, "generation_config.json"):
+        tree = read_beside(out, name)
+        kept = {key: value for key, value in tree.items() if key not in CODE_KEYS}
+        if kept != tree:
+            write_object(out / name, kept)
+
+
 def model_card(model: "SavedModel", formats: str, reader: str) -> str:
     """Return the text of README.md, as Hugging Face's hub shows it."""
     from trainer.models.flops import param_count
@@ -306,4 +323,5 @@ def write_files(
         write_object(config_file, with_ids_of(origin, read_object(config_file)))
         tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
+        drop_code(out)
     return [*weights, config_file, generation_file], tokenizer_paths

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 from trainer.assembly.saved_model import SavedModel
 from trainer.cli.commands import run
-from trainer.cli.export import limit_lengths, model_card, tokenizer_class
+from trainer.cli.export import (
+    drop_code,
+    limit_lengths,
+    model_card,
+    tokenizer_class,
+)
 from trainer.config.composition import compose_config
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.text import code_span
@@ -43,6 +48,17 @@ def test_lengths_of_the_original_are_at_most_the_context(tmp_path):
     for file, key in lengths.items():
         tree = json.loads((tmp_path / f"{file}.json").read_text())
         assert tree == {key: 32, "other": 70}
+
+
+def test_an_export_names_no_code_of_the_original(tmp_path):
+    """transformers would fetch it from the hub and run it, for trust_remote_code."""
+    names = ("tokenizer_config.json", "generation_config.json")
+    tree = {"auto_map": {"AutoTokenizer": ["evil/repo--code.Evil", None]}, "other": 7}
+    for name in names:
+        (tmp_path / name).write_text(json.dumps(tree))
+    drop_code(tmp_path)
+    for name in names:
+        assert json.loads((tmp_path / name).read_text()) == {"other": 7}
 
 
 def test_names_in_a_run_put_no_markup_into_the_model_card():
