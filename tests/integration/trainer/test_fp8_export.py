@@ -9,6 +9,7 @@ from pathlib import Path
 import family_files
 import fp8_reader
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from precisions import policy
@@ -63,12 +64,12 @@ def state_of(model):
     """Parameters far from their initial sizes, and amax histories, of which none is a
     power of two."""
     params = model.training.init(jax.random.key(0))
-    keys = iter(jax.random.split(jax.random.key(1), 200))
+    random = np.random.default_rng(1)
     params = jax.tree.map(
-        lambda p: p * 3 + 0.02 * jax.random.normal(next(keys), p.shape), params
+        lambda p: p * 3 + np.float32(0.02 * random.normal(size=p.shape)), params
     )
     scaling = jax.tree.map(
-        lambda x: jax.random.uniform(next(keys), x.shape, minval=0.1, maxval=2),
+        lambda x: jnp.asarray(random.uniform(0.1, 2, x.shape), jnp.float32),
         model.differentiate().init(),
     )
     return store_weights(params, model.policy), scaling

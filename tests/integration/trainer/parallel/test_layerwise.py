@@ -30,7 +30,7 @@ def task_of(precision, spec, sizes, reduce="fp32"):
     return task._replace(mesh=make_mesh(*sizes), reduce=GradReduceConfig(reduce))
 
 
-def gradients(task, accum, *, by_layer):
+def gradients(task, state, accum, *, by_layer):
     """Loss, gradients and statistics of 16 sequences."""
     model, comm = task.on_mesh(accum)
     assert comm.gathers_by_layer
@@ -47,7 +47,6 @@ def gradients(task, accum, *, by_layer):
         mean_gradient = gradient_over(task.mesh, comm)
         return mean_gradient(differentiate.value_and_grad, params, scaling, batch, keys)
 
-    state = first_state(task, seed=0)
     return jax.device_get(step(state.params, state.scaling, batch, state.key))
 
 
@@ -66,9 +65,9 @@ def test_gathering_by_layer_gives_the_gradients_of_gathering_all(
 ):
     task = task_of(precision, spec, sizes, reduce)
     accum = 2 if len(sizes) == 3 else 1
-    (loss, *all_at_once), (by_layer_loss, *by_layer) = (
-        gradients(task, accum, by_layer=by_layer) for by_layer in (False, True)
-    )
+    state = first_state(task, seed=0)
+    loss, *all_at_once = gradients(task, state, accum, by_layer=False)
+    by_layer_loss, *by_layer = gradients(task, state, accum, by_layer=True)
     assert by_layer_loss == loss
     for a, b in zip(
         jax.tree.leaves(by_layer), jax.tree.leaves(all_at_once), strict=True

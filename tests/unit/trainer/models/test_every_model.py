@@ -37,12 +37,12 @@ def spec(request):
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA, UNTIED], ids=["gpt2", "llama", "untied"])
 def test_initial_values_are_normal_and_the_residual_ones_smaller(spec):
-    sizes = {"vocab_size": 1000, "n_layer": 8, "d_model": 64, "init_std": 0.005}
+    sizes = {"vocab_size": 1000, "n_layer": 3, "d_model": 64, "init_std": 0.005}
     model = build_functions(dataclasses.replace(spec, **sizes))
     params = model.init(jax.random.key(0))
     assert ("lm_head" in params) == (spec is UNTIED)
     roles = jax.tree.leaves(model.roles)
-    stds = {"row": 0.005 / math.sqrt(2 * 8), "gain": 0, "bias": 0}
+    stds = {"row": 0.005 / math.sqrt(2 * 3), "gain": 0, "bias": 0}
     for (path, values), role in zip(
         jax.tree_util.tree_leaves_with_path(params), roles, strict=True
     ):

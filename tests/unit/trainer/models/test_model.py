@@ -21,18 +21,17 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters():
     loss_and_grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)
     # values are a product of their own: other orders of sums
     assert_close(loss_and_grads, plain(biased))
-    for gain in (2.0**12, 2.0**-12):
-        spec = dataclasses.replace(spec, value_gain=gain)
-        initial, gained, logits = compiled(spec)
-        jax.tree.map(np.testing.assert_array_equal, initial, params)
-        # powers of two
-        jax.tree.map(np.testing.assert_array_equal, gained(biased), loss_and_grads)
-        tokens = TOKENS[:, :16]
-        expected = plain_logits(biased, tokens)
-        assert_close(logits(biased, tokens), expected)
-        bound = build_functions(spec).bind(biased)
-        h, _ = bound.decode(tokens, bound.init_cache(2), 0)
-        assert_close(bound.logits(h.reshape(32, 16)), expected.reshape(32, 100))
+    spec = dataclasses.replace(spec, value_gain=2.0**12)
+    initial, gained, logits = compiled(spec)
+    jax.tree.map(np.testing.assert_array_equal, initial, params)
+    # powers of two
+    jax.tree.map(np.testing.assert_array_equal, gained(biased), loss_and_grads)
+    tokens = TOKENS[:, :16]
+    expected = plain_logits(biased, tokens)
+    assert_close(logits(biased, tokens), expected)
+    bound = build_functions(spec).bind(biased)
+    h, _ = bound.decode(tokens, bound.init_cache(2), 0)
+    assert_close(bound.logits(h.reshape(32, 16)), expected.reshape(32, 100))
 
 
 def test_the_values_and_what_is_projected_are_larger_by_the_gain():

@@ -1,6 +1,7 @@
 """Block-scaled products: their quantizers are JAX's own, and a layer's three products
 are rounded as a recipe says."""
 
+import functools
 import math
 
 import jax
@@ -32,6 +33,8 @@ RECIPES = {
 FP4_RECIPES = ("nvfp4", "four over six")
 
 
+# One program for each cast and shape: an operation alone takes as long to compile.
+@functools.partial(jax.jit, static_argnames=("cast", "axis"))
 def round_by(cast, x, axis):
     """Return a rounded matrix, with its axes in their order."""
     wide = cast(x, axis).widened()
@@ -41,12 +44,11 @@ def round_by(cast, x, axis):
 def spread(shape, key=0, octaves=12):
     """Return numbers of many sizes, some of them at the borders of blocks' scales and
     at ties."""
-    a, b, c = jax.random.split(jax.random.key(key), 3)
-    exponents = jax.random.randint(b, shape, -octaves, octaves)
-    x = jax.random.normal(a, shape) * jnp.exp2(exponents)
-    exponents = jax.random.randint(c, shape, -6, 6).astype(jnp.float32)
-    round_numbers = 1.75 * jnp.exp2(exponents)
-    return jnp.where(jax.random.uniform(c, shape) < 0.2, round_numbers, x)
+    random = np.random.default_rng(key)
+    x = random.normal(size=shape) * 2.0 ** random.integers(-octaves, octaves, shape)
+    round_numbers = 1.75 * 2.0 ** random.integers(-6, 6, shape)
+    chosen = np.where(random.uniform(size=shape) < 0.2, round_numbers, x)
+    return jnp.asarray(chosen, jnp.float32)
 
 
 def quantized_by_jax(x, length, config):
@@ -62,11 +64,9 @@ def test_mxfp8_is_jaxs_own_quantizer(octaves):
     config = jax.nn.get_scaled_dot_general_config("mxfp8")
     expected, _ = quantized_by_jax(x, 32, config)
     for native in (False, True):
-        for actual in (
-            blocks.mx(x, E4M3, 1, native=native),
-            blocks.mx(x.T, E4M3, 0, native=native),
-        ):
-            assert_array_equal(actual.widened(), expected.reshape(x.shape))
+        cast = blocks.mx_recipe(E4M3, E4M3, native=native).activation
+        assert_array_equal(round_by(cast, x, 1), expected.reshape(x.shape))
+        assert_array_equal(round_by(cast, x.T, 0).T, expected.reshape(x.shape))
 
 
 @pytest.mark.parametrize("octaves", [1, 4])
@@ -81,7 +81,7 @@ def test_nvfp4_is_jaxs_own_quantizer(octaves):
     from_tie = jnp.min(jnp.abs(on_scale[..., None] - TIES[None, None, None]), axis=-1)
     clear = (from_tie > 2.0**-8 * on_scale) | (from_tie == 0)
     assert jnp.mean(clear) > 0.95
-    actual = blocks.nvfp4(x, 1, native=False).widened().reshape(expected.shape)
+    actual = round_by(RECIPES["nvfp4"].activation, x, 1).reshape(expected.shape)
     assert_array_equal(actual[clear], (expected * scale)[clear])
 
 
@@ -106,9 +106,7 @@ def test_random_bits_are_right_in_expectation():
 def test_gradients_are_rounded_anew_when_they_are_others():
     x = spread((64, 64), octaves=1)
 
-    def rounded(x):
-        return blocks.nvfp4(x, 1, stochastic=True, native=False).widened()
-
+    rounded = functools.partial(round_by, RECIPES["nvfp4"].gradient, axis=1)
     first = rounded(x)
     assert_array_equal(first, rounded(x))
     other = rounded(x.at[0, 0].multiply(1 + 2**-20))
@@ -120,9 +118,7 @@ def test_any_sizes_zeros_and_numbers_that_are_not_finite(name):
     recipe, shape = RECIPES[name], (33, 130)
     for rounding in (recipe.activation, recipe.weight, recipe.gradient):
         for axis in (0, 1):
-            rounded = jax.jit(
-                lambda x, cast=rounding, axis=axis: round_by(cast, x, axis)
-            )
+            rounded = functools.partial(round_by, rounding, axis=axis)
             zeros = np.zeros(shape, np.float32)
             assert_array_equal(rounded(zeros), zeros)
             x = np.array(spread(shape, octaves=1))
@@ -255,11 +251,15 @@ def test_native_casts_have_the_bits_of_the_simulation(name):
     for given in (x, x.at[2, 3].set(jnp.inf)):
         for cast, native_cast in zip(simulated[:3], native[:3], strict=True):
             for axis in (0, 1):
-                narrow = native_cast(given, axis)
+                narrow = jax.eval_shape(
+                    functools.partial(native_cast, axis=axis), given
+                )
                 assert narrow.scales.dtype.itemsize == narrow.data.dtype.itemsize == 1
-                assert_array_equal(narrow.widened(), cast(given, axis).widened())
-    gradients = jnp.float8_e5m2 if name == "mx" else jnp.float4_e2m1fn
-    assert native.gradient(x, 1).data.dtype == gradients
+                rounded = round_by(native_cast, given, axis)
+                assert_array_equal(rounded, round_by(cast, given, axis))
+    dtype = jnp.float8_e5m2 if name == "mx" else jnp.float4_e2m1fn
+    gradient = jax.eval_shape(functools.partial(native.gradient, axis=1), x)
+    assert gradient.data.dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,8 @@ def test_blackwell_alone_multiplies_blocks_and_hopper_rows(name, gpu, dtypes):
 
 def figures_of(x, name):
     fmt = FloatFormat.parse("e2m1" if name in FP4_RECIPES else "e4m3")
-    figures = blocks.block_figures(x, RECIPES[name].activation, 1, fmt)
+    figures_of_blocks = jax.jit(blocks.block_figures, static_argnums=(1, 2, 3))
+    figures = figures_of_blocks(x, RECIPES[name].activation, 1, fmt)
     return dict(zip(blocks.BLOCK_FIGURES, figures.tolist(), strict=True))
 
 

@@ -62,16 +62,18 @@ def test_updates_times_the_learning_rate_are_those_of_optax(name, theirs):
     ours = optimizer(name, decay, 0.5)
     reference = optax.chain(optax.clip_by_global_norm(0.5), theirs(lr))
     a, b = ours.init(PARAMS), reference.init(PARAMS)
+    norm = optax.global_norm(GRADS)
+    our_update, their_update = jax.jit(ours.update), jax.jit(reference.update)
     for _ in range(3):
-        actual, a = ours.update(GRADS, a, PARAMS, grad_norm=optax.global_norm(GRADS))
-        expected, b = reference.update(GRADS, b, PARAMS)
+        actual, a = our_update(GRADS, a, PARAMS, grad_norm=norm)
+        expected, b = their_update(GRADS, b, PARAMS)
         for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
             np.testing.assert_allclose(lr * x, y, rtol=4 * EPS)
 
 
 def test_muon_updates_hidden_matrices_orthogonally_and_the_rest_by_adam():
     tx = optimizer("muon", 0.0, 0.0)
-    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    updates, _ = jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
     layer = updates["h"][0]
     singular = np.linalg.svd(layer["c_fc"]["kernel"], compute_uv=False)
     # Newton-Schulz brings all singular values near one another
@@ -99,10 +101,13 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
 
     def updates(grads, params, roles):
         tx = optimizer(name, 0.1, 1.0, roles)
-        state = tx.init(params)
+        state, norm, step = (
+            tx.init(params),
+            optax.global_norm(grads),
+            jax.jit(tx.update),
+        )
         for _ in range(2):
-            norm = optax.global_norm(grads)
-            update, state = tx.update(grads, state, params, grad_norm=norm)
+            update, state = step(grads, state, params, grad_norm=norm)
         return update
 
     actual = unstack_layers(updates(grads, stacked, roles))
