@@ -161,6 +161,16 @@ class ScaledArray:
     def __len__(self) -> int:
         return len(self.data)
 
+    def __bool__(self) -> bool:
+        """Raise: by `__len__`, `if x:` would be true of zeros."""
+        raise TypeError("a ScaledArray has no truth value; write bool(asarray(x))")
+
+    def __eq__(self, other: object) -> bool:
+        """Raise: Python's own `x == 0` would be false, one boolean for all elements."""
+        raise TypeError("a ScaledArray is not compared; write asarray(x) == y")
+
+    __hash__ = object.__hash__
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logical value as a NumPy array, FP32 if no dtype is given."""
         return np.asarray(asarray(self), dtype=dtype)

@@ -166,3 +166,15 @@ def test_a_scaled_array_is_no_number(use, scale):
 def test_fp64_has_no_scaled_form():
     with jax.enable_x64(True), pytest.raises(TypeError, match="float64 has no scaled"):
         as_scaled_array({"w": jnp.full(2, 1e200)})
+
+
+def test_truth_and_comparison_are_errors():
+    """Python's defaults are the length, and the identity: neither reads a number."""
+    zeros = as_scaled_array(jnp.zeros(3), dtype=HALF)
+    with pytest.raises(TypeError, match=r"bool\(asarray\(x\)\)"):
+        bool(zeros)
+    for compare in (operator.eq, operator.ne):
+        for other in (zeros, as_scaled_array(jnp.zeros(3), dtype=HALF), 0, jnp.zeros(3)):
+            with pytest.raises(TypeError, match=r"asarray\(x\) == y"):
+                compare(zeros, other)
+    assert len({zeros, zeros}) == 1
