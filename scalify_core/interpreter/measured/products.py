@@ -114,7 +114,17 @@ def dot_labels(dims: Any, ranks: Sequence[int]) -> tuple[tuple[Labels, Labels], 
 
 def each_index(shape: Sequence[int], axes: Any) -> Parts:
     """Return the parts in which each index along these axes is one part."""
-    return tuple(max(n, 1) if axis in axes else 1 for axis, n in enumerate(shape))
+    return tuple(_indices(n) if axis in axes else 1 for axis, n in enumerate(shape))
+
+
+def _indices(size: Any) -> int:
+    """Return the number of parts along an axis of which each index is one.
+
+    It is 1 along an axis whose size `jax.export` leaves open.
+    """
+    if isinstance(size, int):
+        return max(size, 1)
+    return 1
 
 
 def _conv_labels(numbers: Any, rank: int) -> tuple[tuple[Labels, Labels], Labels]:
@@ -242,7 +252,7 @@ def is_narrow_product(eqn: Any) -> bool:
     if eqn.primitive.name == "dot_general":
         (axes, _), _ = params["dimension_numbers"]
         # A sum of one term would only be rounded.
-        return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes) > 1
+        return any(eqn.invars[0].aval.shape[axis] != 1 for axis in axes)
     # Groups of a convolution, such as the entries of a vmap, may have other sizes.
     groups = params.get("feature_group_count", 1), params.get("batch_group_count", 1)
     return max(groups) == 1
@@ -286,7 +296,7 @@ def operand_readings(
         inner = [reads.get(var) for var in eqn.params["jaxpr"].invars]
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         # An iteration reads a slice.
-        length = max(eqn.params["length"], 1)
+        length = _indices(eqn.params["length"])
         stacks = [x and Reading((length, *x.must), (length, *x.may)) for x in xs]
         return [*consts, *[None] * len(carry), *stacks]
     if name in CALLS and name != "shard_map":  # a device's shard has its own readers

@@ -101,8 +101,10 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         carry, ys = packed_step(carry, slices)
         return as_carry(carry), ys
 
+    # JAX takes a symbolic length from the slices only.
+    given = None if jax.tree.leaves(sliced) else length
     carry, ys = lax.scan(
-        body, carry, sliced, length, reverse=backwards, unroll=params["unroll"]
+        body, carry, sliced, given, reverse=backwards, unroll=params["unroll"]
     )
     return [*unpack(carry), *(_stacked(y, length) for y in ys)]
 
@@ -198,7 +200,7 @@ def _slices(x: Any) -> tuple[Any, Any, dict]:
 
 def _end(x: Any, last: bool) -> Any:
     """Return the first or the last slice, or zeros for an empty array."""
-    if not len(x):
+    if x.shape[0] == 0:
         return lax.full_like(x, 0, shape=x.shape[1:])
     return x[-1 if last else 0]
 

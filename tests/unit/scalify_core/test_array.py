@@ -174,7 +174,12 @@ def test_truth_and_comparison_are_errors():
     with pytest.raises(TypeError, match=r"bool\(asarray\(x\)\)"):
         bool(zeros)
     for compare in (operator.eq, operator.ne):
-        for other in (zeros, as_scaled_array(jnp.zeros(3), dtype=HALF), 0, jnp.zeros(3)):
+        for other in (
+            zeros,
+            as_scaled_array(jnp.zeros(3), dtype=HALF),
+            0,
+            jnp.zeros(3),
+        ):
             with pytest.raises(TypeError, match=r"asarray\(x\) == y"):
                 compare(zeros, other)
     assert len({zeros, zeros}) == 1

@@ -25,6 +25,7 @@ from scalify_core import (
 )
 from scalify_core.array.tree import (
     global_norm,
+    leaves,
     pack,
     register_flax,
     unpack,
@@ -87,6 +88,32 @@ def test_an_exported_program_takes_scaled_arrays(scale):
     fun = jax.jit(scalify(lambda x: x * 3))
     program = export.deserialize(export.export(fun)(x).serialize())
     assert_array_equal(asarray(program.call(x)), asarray(fun(x)))
+
+
+EXPORTED = {
+    "product over the batch": lambda x, w: x.T @ jnp.tanh(x @ w),
+    "attention": lambda x, w: jax.nn.softmax(x @ x.T) @ x,
+    "one sum for each": lambda x, w: jnp.einsum("bi,bi->b", x, x @ w),
+    "scan": lambda x, w: jax.lax.scan(lambda c, y: (c + y @ w, c @ w), w[0], x),
+    "gradient": jax.grad(lambda x, w: jnp.mean((x @ w) ** 2).astype(jnp.float32), 1),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_program_takes_batches_of_any_size(name):
+    fun = scalify(EXPORTED[name])
+    w = as_scaled_array(draw_normal(2, (4, 4)), dtype=HALF)
+    batches = [as_scaled_array(draw_normal(n, (n, 4)), dtype=HALF) for n in (3, 8)]
+    data = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), HALF)
+    shape = ScaledArray(data, jax.ShapeDtypeStruct((), F32))
+    program = export.export(jax.jit(fun))(shape, w)
+    for x in batches:
+        for actual, expected in zip(
+            *map(leaves, (program.call(x, w), fun(x, w))), strict=True
+        ):
+            assert actual.dtype == expected.dtype
+            error = jnp.abs(asarray(actual) - asarray(expected))
+            assert jnp.max(error) <= 2.0**-9 * jnp.max(jnp.abs(asarray(expected)))
 
 
 told_elsewhere = pytest.mark.filterwarnings(
