@@ -142,14 +142,17 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
 
 
 def check_no_compressed_duplicates(paths: Collection[Path]) -> None:
-    """Raise UserError for a.txt.gz beside a.txt: by their names they hold one text.
+    """Raise UserError for a.txt.gz beside a.txt or a.txt.zst: by their names they hold
+    one text.
 
     One file could be validated on while the other is trained on.
     """
-    for path in paths:
-        content = path.with_suffix("")
-        if path.suffix.lower() in CODECS and content in paths:
+    compressed = [path for path in paths if path.suffix.lower() in CODECS]
+    files = {path: path for path in paths if path.suffix.lower() not in CODECS}
+    for path in compressed:
+        other = files.setdefault(path.with_suffix(""), path)
+        if other != path:
             raise UserError(
-                f"{path} has the content of {content} by its name; leave one out of"
+                f"{path} has the content of {other} by its name; leave one out of"
                 " data.paths"
             )

@@ -157,6 +157,7 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
                     f"{match} is a directory that you may not read; change its"
                     " permissions, or list the others in data.paths"
                 )
+            check_link(match)
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
             raise no_match(path)
@@ -173,6 +174,18 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
+
+
+def check_link(path: str | Path) -> None:
+    """Raise UserError for a link to a file that is missing or cannot be reached.
+
+    Without it, a part of an unfinished download would be left out in silence.
+    """
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(
+            f"{path} is a link to {os.readlink(path)}, where no file can be read;"
+            " restore that file, or remove the link"
+        )
 
 
 def walk(folder: str) -> list[str]:

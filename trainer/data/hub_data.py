@@ -17,7 +17,7 @@ from trainer.data.datasets_patches import (
     own_files_only,
     read_csv_strictly,
 )
-from trainer.data.files import NoColumn, check_numbered_files
+from trainer.data.files import NoColumn, check_link, check_numbered_files
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import check_regular, path_of
@@ -37,6 +37,8 @@ SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a-z])")
 
 ROWS_PER_BATCH = 1000
+TAR_MAGIC = slice(257, 262)  # the place of b"ustar" in a tar archive
+TAR_END = 1024  # bytes of its last two blocks
 
 
 def check_not_builder(name: str) -> None:
@@ -56,7 +58,7 @@ def local_files(folder: Path) -> list[Path]:
 
     Raises:
       UserError: a link that `datasets` would not follow, or by which it would read a
-          file twice.
+          file twice, or that leads nowhere.
     """
     advice = f"remove it, or read data=text data.paths=[{folder}/]"
     files: dict[Path, Path] = {}
@@ -67,6 +69,8 @@ def local_files(folder: Path) -> list[Path]:
                 f" does not follow; {advice}"
             )
         if not path.is_file():
+            if not is_hidden(path, folder):
+                check_link(path)
             continue
         check_regular(path)
         same_file = files.setdefault(path.resolve(), path)
@@ -76,6 +80,11 @@ def local_files(folder: Path) -> list[Path]:
                 f" read twice; {advice}"
             )
     return list(files.values())
+
+
+def is_hidden(path: Path, folder: Path) -> bool:
+    """Return whether a file below `folder` is one that `datasets` does not read."""
+    return any(part[0] == "." for part in path.relative_to(folder).parts)
 
 
 def open_builder(
@@ -133,6 +142,7 @@ def open_builder(
         note_unread_files(source.name, local, itertools.chain(*splits))
         for file in itertools.chain(*splits):
             check_single_split(Path(file))
+            check_tar_end(Path(file))
     return builder
 
 
@@ -199,6 +209,24 @@ def check_single_split(file: Path) -> None:
         )
 
 
+def check_tar_end(file: Path) -> None:
+    """Raise UserError for a tar archive that was cut, of which the files up to there
+    would be read.
+
+    A tar archive ends with two blocks of zeros. A cut inside of a file is an error.
+    """
+    with file.open("rb") as archive:
+        if archive.read(TAR_MAGIC.stop)[TAR_MAGIC] != b"ustar":
+            return
+        archive.seek(0, os.SEEK_END)
+        archive.seek(max(0, archive.tell() - TAR_END))
+        if any(archive.read()):
+            raise UserError(
+                f"{file} is a tar archive without its end, so that files may be"
+                " missing; download or copy it again"
+            )
+
+
 def note_unread_files(
     name: str, local: Sequence[Path], read_files: Iterable[str]
 ) -> None:
@@ -213,7 +241,7 @@ def note_unread_files(
         for path in local
         if path.name not in SAVED_TO_DISK
         and not DOCUMENTATION.fullmatch(path.name)
-        and not any(part[0] == "." for part in path.relative_to(folder).parts)
+        and not is_hidden(path, folder)
     ]
     unread = [path for path in data if os.path.realpath(path) not in read_paths]
     if unread:

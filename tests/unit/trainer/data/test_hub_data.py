@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import socket
+import tarfile
 import zipfile
 
 import datasets
@@ -297,6 +298,30 @@ def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):
     (folder / "c.parquet").unlink()
     (folder / "more").symlink_to(tmp_path)
     refused(tmp_path, r"more is a link to a directory, which data=")
+    (folder / "more").unlink()
+    (folder / "d.parquet").symlink_to("../blobs/d")
+    refused(tmp_path, r"d.parquet is a link to ../blobs/d, where no file can be read")
+
+
+@pytest.mark.parametrize(
+    ("name", "member"), [("a.tar", "{}.txt"), ("a.jsonl.tar", "{}.jsonl")]
+)
+def test_an_archive_that_was_cut_between_two_files_is_refused(tmp_path, name, member):
+    content = b'{"text": "a"}\n'
+    buffer, ends = io.BytesIO(), []
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for i in range(3):
+            info = tarfile.TarInfo(member.format(i))
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+            ends.append(archive.offset)
+    column = "text" if member.endswith("jsonl") else "txt"
+    file = tmp_path / "set" / name
+    write(tmp_path, {f"set/{name}": buffer.getvalue()})
+    assert len(read_hub(tmp_path, tmp_path / "set", column=column)) == 3
+    for size in (ends[1], ends[1] + 100):
+        file.write_bytes(buffer.getvalue()[:size])
+        refused(tmp_path, r"is a tar archive without its end", column=column)
 
 
 def test_a_file_that_becomes_another_split_is_another_content(tmp_path):

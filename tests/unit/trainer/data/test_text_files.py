@@ -334,6 +334,13 @@ TWO_SAVES = "are shards of two saves of one data set"
             {"a.txt": "a", "a.txt.gz": gzip.compress(b"a", mtime=0)},
             r"a\.txt\.gz has the content of .*a\.txt by .*leave one",
         ),
+        (
+            {
+                "a.txt.gz": gzip.compress(b"a", mtime=0),
+                "a.txt.zst": packed("zstd", "a"),
+            },
+            r"a\.txt\.zst has the content of .*a\.txt\.gz by .*leave one",
+        ),
         ({}, r"no file is in directory .*; correct the path"),
         # as `datasets` saves to disk
         (
@@ -502,6 +509,16 @@ def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkey
     monkeypatch.setattr("os.access", lambda path, _: not str(path).endswith("closed"))
     with pytest.raises(UserError, match=r"closed is a directory that you may not read"):
         expand((str(folder),))
+
+
+def test_a_link_that_leads_nowhere_is_no_text_less(tmp_path):
+    """An unfinished download, or a disk that is not mounted."""
+    folder = write(tmp_path / "texts", {"a.txt": "a", "more/b.txt": "b"})
+    (folder / ".#a.txt").symlink_to("me@machine.1")  # an editor's lock
+    assert len(expand((str(folder),))) == 2
+    (folder / "more" / "c.txt").symlink_to("../../blobs/c")
+    for paths in (folder, folder / "more" / "*.txt", folder / "more" / "c.txt"):
+        refused(tmp_path, r"c\.txt is a link to \.\./\.\./blobs/c, where no", paths)
 
 
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
