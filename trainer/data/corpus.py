@@ -480,9 +480,14 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
 
     def read(position: Position) -> Iterator[TextBatch]:
         with hub_errors(source), exact_json(get_builder().name, source.column):
+            # Of the hub it is the commit. A local directory has its fingerprint.
+            version = None if local else get_builder().hash
+            state = state_at(position, version, source.name)
             dataset = load_hub(source, get_builder())
             check_column(dataset, source.column)
-            yield from read_dataset(dataset, source, position)
+            for batch in read_dataset(dataset, source, state):
+                place = {"version": version, "state": batch.position}
+                yield batch._replace(position=place)
 
     description = {"kind": "hub"} | source.description | {"digests": digests}
     return Corpus(
@@ -495,12 +500,37 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
     )
 
 
+def state_at(position: Position, version: str | None, name: str) -> Any:
+    """Return the state of `datasets` at a position of a hub data set.
+
+    Args:
+      position: as it was yielded. Those of earlier versions are the state alone.
+      version: that of the data set now; None: it is not known.
+      name: that of the data set.
+
+    Raises:
+      UserError: the data set has another version now, in which the position is that of
+          another text.
+    """
+    if position is None or position.keys() != {"version", "state"}:
+        return position
+    if position["version"] != version:
+        raise UserError(
+            f"data set {name!r} has changed since its preparation began, from"
+            f" {position['version']} to {version}: set data.revision= to one of these"
+            " commits, which is then prepared anew"
+        )
+    return position["state"]
+
+
 def read_dataset(
     dataset: "IterableDataset",
     source: HubSource,
     position: Position,
 ) -> Iterator[TextBatch]:
-    """Yield the texts of a column in batches, from a position on; null is empty."""
+    """Yield the texts of a column in batches, each with the state of `datasets` after
+    it, from a state on; null is empty.
+    """
     dataset = dataset.select_columns([source.column]).with_format("arrow")
     if source.max_documents is not None:
         dataset = dataset.take(source.max_documents)

@@ -102,8 +102,9 @@ def open_builder(
     """
     import datasets
 
-    # A cache for each content: `datasets` recognizes changed files by their times only.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, content) if local else None
+    # A cache for each content and column: `datasets` recognizes changed files by their
+    # times only, and a table of another program or column was not checked.
+    cache = Path(datasets.config.HF_DATASETS_CACHE, content)
     load_builder = functools.partial(
         datasets.load_dataset_builder,
         source.name,

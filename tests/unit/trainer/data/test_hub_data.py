@@ -10,10 +10,11 @@ import zipfile
 import datasets
 import pyarrow as pa
 import pytest
-from corpora import documents_of, prepared, read, rows, write
+from corpora import check_positions, documents_of, prepared, read, rows, write
 
-from trainer.data import HubSource
+from trainer.data import HubSource, corpus
 from trainer.data.corpus import open_corpus
+from trainer.data.hub_data import hub_errors, load_hub, open_builder
 from trainer.errors import UserError
 
 TEXTS = ["one", "two", "", "four"]
@@ -421,6 +422,30 @@ def test_a_set_that_changed_within_its_time_is_read_again(tmp_path, capsys):
         assert read_hub(tmp_path, folder) == [text, "more"]
     line = f"data.name={folder}: `datasets` makes each line a document; data=text"
     assert capsys.readouterr().err.count(line) == 2
+
+
+def test_a_table_that_another_program_left_of_a_set_of_the_hub_is_not_taken(tmp_path):
+    """`datasets` writes the number as a text there."""
+    files = {"train-a.jsonl": rows(TEXTS), "train-b.jsonl": '{"text": 7}\n'}
+    source = HubSource(str(write(tmp_path / "set", files)))
+    assert "7" in datasets.load_dataset(source.name)["train"]["text"]
+    of_the_hub = open_builder(source, (), "content")
+    with pytest.raises(UserError, match="'text' holds int64"), hub_errors(source):
+        load_hub(source, of_the_hub)
+
+
+def test_a_set_of_the_hub_that_changed_is_not_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "local_files", lambda _: [])
+    texts = [f"document {i}" for i in range(600)]
+    source = HubSource(str(write(tmp_path / "set", {"a.jsonl": rows(texts)})))
+    check_positions(open_corpus(source, tmp_path))
+    first = next(open_corpus(source, tmp_path).read(None))
+    of_earlier_versions = first.position["state"]
+    [rest, *_] = open_corpus(source, tmp_path).read(of_earlier_versions)
+    assert rest.texts[0] == texts[len(first.texts)]
+    write(tmp_path / "set", {"a.jsonl": rows([*texts, "one more"])})
+    with pytest.raises(UserError, match=r"has changed since .* data\.revision="):
+        next(open_corpus(source, tmp_path).read(first.position))
 
 
 def test_an_unknown_column_a_directory_without_files_and_an_unknown_split(tmp_path):
