@@ -1,4 +1,4 @@
-"""No text ends another or loses a character without a word, whatever the tokenizer."""
+"""No text is left out, ends another or loses a character without a word."""
 
 import json
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from tokenizers import (
 from trainer.cli.prepare_data import describe
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
+from trainer.data.files import expand
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.preparation import SEARCHED, note_special_tokens
 from trainer.data.tokenizer import TRIED, changed_characters
@@ -39,6 +40,19 @@ def pair(folder, end=END):
     ids |= {char: i for i, char in enumerate(SPELLING.values(), 2)}
     files = {"vocab.json": json.dumps(ids | {"ab": 258})}
     write(folder, files | {"merges.txt": "#version: 0.2\na b\n"})
+
+
+def test_a_link_that_leads_nowhere_is_no_text_less(tmp_path):
+    """An unfinished download, or a disk that is not mounted."""
+    folder = write(tmp_path / "texts", {"a.txt": "a", "more/b.txt": "b"})
+    (folder / ".#a.txt").symlink_to("me@machine.1")  # an editor's lock
+    assert len(expand((str(folder),))) == 2
+    (folder / "more" / "c.txt").symlink_to("../../blobs/c")
+    for paths in (folder, folder / "more" / "*.txt", folder / "more" / "c.txt"):
+        with pytest.raises(
+            UserError, match=r"c\.txt is a link to .*/blobs/c, where no"
+        ):
+            expand((str(paths),))
 
 
 def test_a_nul_in_a_text_ends_no_document(tmp_path):

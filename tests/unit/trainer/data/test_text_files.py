@@ -511,16 +511,6 @@ def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkey
         expand((str(folder),))
 
 
-def test_a_link_that_leads_nowhere_is_no_text_less(tmp_path):
-    """An unfinished download, or a disk that is not mounted."""
-    folder = write(tmp_path / "texts", {"a.txt": "a", "more/b.txt": "b"})
-    (folder / ".#a.txt").symlink_to("me@machine.1")  # an editor's lock
-    assert len(expand((str(folder),))) == 2
-    (folder / "more" / "c.txt").symlink_to("../../blobs/c")
-    for paths in (folder, folder / "more" / "*.txt", folder / "more" / "c.txt"):
-        refused(tmp_path, r"c\.txt is a link to \.\./\.\./blobs/c, where no", paths)
-
-
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     """Linux writes what fits, and refuses the next write only."""
     content = ("some text\n" * 1000).encode()
