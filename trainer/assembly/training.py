@@ -67,7 +67,7 @@ from trainer.run.libraries import (
 )
 from trainer.run.loop import meta_of, train
 from trainer.run.phases import Phases, TrainingPhase, training_state
-from trainer.run.rundir import RunDir, RunDirLost
+from trainer.run.rundir import RunDir, RunDirLost, check_trained_with
 from trainer.run.session import PhasePlan, Recovery, Session, TrainData, TrainLoop
 from trainer.run.shutdown import Timeouts, leave_within
 from trainer.run.start import check_start, restore_state, starting_point
@@ -218,7 +218,7 @@ def open_session(
             )
     check_same_run(checkpoint, config.train.steps, workload.data.manifest)
     if checkpoint.step and not checkpoint.is_fork:
-        directory.check_trained_with(checkpoint.meta["config"], to_tree(config))
+        check_trained_with(directory.path, checkpoint.meta["config"], to_tree(config))
         is_over = checkpoint.step >= config.train.steps
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_no_effect_after_end(checkpoint.step, to_tree(config))

@@ -9,7 +9,7 @@ A start checks in this order, each time before what takes longer:
 5. `check_same_model`, `check_same_trainable`, `check_same_precision`,
    `check_no_replicas`: the saved state fits this run's model and optimizer.
 6. `check_same_run`: the data are those of the checkpoint, and steps are left.
-7. `RunDir.check_trained_with`, `RunDir.check_no_effect_after_end`: the checkpoint was
+7. `check_trained_with`, `RunDir.check_no_effect_after_end`: the checkpoint was
    trained with config.yaml, and changed keys have an effect.
 """
 

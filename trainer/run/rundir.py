@@ -332,30 +332,6 @@ class RunDir:
                 " on"
             )
 
-    def check_trained_with(
-        self, trained: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> None:
-        """Check that a checkpoint of this directory continues with the same settings.
-
-        Args:
-          trained: the configuration that the checkpoint was written with.
-          config: this run's.
-
-        Raises:
-          UserError: config.yaml was edited; the message names the keys that differ.
-        """
-        changed = [
-            change
-            for key, change in config_differences(renamed_keys(trained), config).items()
-            if not may_change(key)
-        ]
-        if changed:
-            raise UserError(
-                f"{self.path / 'config.yaml'} is not what the checkpoint was trained"
-                f" with: {'; '.join(changed)}; restore these values, or choose"
-                " another run_dir"
-            )
-
     def _saved_config(self) -> dict[str, Any]:
         """Return the configuration that the directory belongs to.
 
@@ -433,6 +409,37 @@ class RunDir:
             if self._made and not any(self.path.iterdir()):
                 self.path.rmdir()
         self.release()
+
+
+def check_trained_with(
+    run_dir: Path, trained: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Check that a run or a fork takes the settings of the checkpoint it starts from.
+
+    Args:
+      run_dir: the directory of the checkpoint.
+      trained: the configuration that the checkpoint was written with.
+      config: that of config.yaml, which may have been edited or cut.
+
+    Raises:
+      UserError: the message names the keys that differ.
+    """
+    old = renamed_keys(trained)
+    given = dict(flatten(config))
+    # A default would replace a missing key, also one that was null.
+    changes = {
+        key: f"{key} is missing (was {as_typed(value)})"
+        for key, value in flatten(old)
+        if key not in given
+    }
+    changes = config_differences(old, config) | changes
+    changed = [change for key, change in changes.items() if not may_change(key)]
+    if changed:
+        raise UserError(
+            f"{run_dir / 'config.yaml'} is not what the checkpoint was trained"
+            f" with: {'; '.join(changed)}; restore these values, or choose"
+            " another run_dir"
+        )
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from trainer.config.resume import read_saved
 from trainer.config.schema import Resume
 from trainer.errors import UserError
 from trainer.files import check_no_links, saved_steps
@@ -29,7 +30,7 @@ from trainer.run.compatibility import (
 from trainer.run.converting import convert_state
 from trainer.run.metadata import Metadata, saved_config, saved_policy
 from trainer.run.phases import Phases, saved_task
-from trainer.run.rundir import is_in_use
+from trainer.run.rundir import check_trained_with, is_in_use
 from trainer.step.state import TrainState, first_nonfinite_array
 from trainer.text import override
 from trainer.workload import TrainTask, abstract_state
@@ -251,6 +252,10 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
     with Checkpointer.reading(Path(source) / "checkpoints") as checkpointer:
         manifest = checkpointer.manifest(step)
         step, meta = manifest.step, manifest.meta
+        # The fork's settings are those of the file, unless its command changes them.
+        file = Path(source) / "config.yaml"
+        if file.is_file():
+            check_trained_with(Path(source), meta["config"], read_saved(file))
         task = phases.containing(step).task
         check_same_model(f"resume={source}", meta["model"], task.model.spec)
         optimizer = saved_config(meta).optimizer.name

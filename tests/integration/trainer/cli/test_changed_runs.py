@@ -38,15 +38,33 @@ def run_dir(tmp_path, monkeypatch):
     return Path(shutil.copytree(SAVED, "run"))
 
 
-def test_settings_that_its_checkpoint_was_not_trained_with_are_refused(run_dir, capsys):
+@pytest.mark.parametrize("fork", [[], ["run_dir=fork"]], ids=["run", "fork"])
+def test_settings_that_its_checkpoint_was_not_trained_with_are_refused(
+    run_dir, capsys, fork
+):
     file = run_dir / "config.yaml"
     tree = yaml.safe_load(file.read_text())
     tree["optimizer"]["weight_decay"] = 0.7
     file.write_text(yaml.safe_dump(tree))
-    assert main([f"resume={run_dir}", "train.steps=9"]) == 2
+    assert main([f"resume={run_dir}", "train.steps=9", *fork]) == 2
     message = capsys.readouterr().err
     assert "is not what the checkpoint was trained with" in message
     assert re.search(r"optimizer.weight_decay=0.7 \(was 0\.\d+\)", message)
+
+
+def test_a_fork_does_not_take_defaults_for_settings_that_were_cut_off(run_dir, capsys):
+    file = run_dir / "config.yaml"
+    text = file.read_text()
+    file.write_text(text[: text.index("  weight_decay:")])
+    assert main([f"resume={run_dir}", "train.steps=9", "run_dir=fork"]) == 2
+    message = capsys.readouterr().err
+    assert re.search(r"optimizer.weight_decay is missing \(was 0\.\d+\)", message)
+    assert "train.trainable is missing (was null)" in message
+    assert not Path("fork/checkpoints").exists()
+    # Settings that the command gives are the fork's own.
+    file.write_text(text)
+    change = ["optimizer.weight_decay=0.7", "train.steps=3", "run_dir=fork"]
+    assert main([f"resume={run_dir}", *change]) == 0
 
 
 def test_settings_that_a_run_which_has_ended_would_not_read_are_refused(
