@@ -270,7 +270,11 @@ def record_start(
     run_dir, data = directory.path, workload.data
     with raise_together(), explain_full_disk(run_dir):
         directory.write_config(to_tree(config))
-        directory.set_results_aside(0 if checkpoint.is_fork else checkpoint.step)
+        directory.set_results_aside(
+            0 if checkpoint.is_fork else checkpoint.step,
+            draws_pictures=bool(config.metrics.numerics_every)
+            and config.tracker.kind != "none",
+        )
         final = tokens_read(data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
         facts[FINAL_VALIDATION] = f"{final:,}"

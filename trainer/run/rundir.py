@@ -35,6 +35,7 @@ from trainer.files import (
     remove_partial,
     write_text,
 )
+from trainer.observe.records import read_rows
 from trainer.parallel.processes import (
     compare_processes,
     raise_together,
@@ -366,15 +367,17 @@ class RunDir:
             self._config = as_yaml(config)
             write_text(self.path / "config.yaml", self._config)
 
-    def set_results_aside(self, step: int) -> None:
+    def set_results_aside(self, step: int, *, draws_pictures: bool) -> None:
         """Rename to NAME.old what is of other weights than those of this run.
 
-        These are results of later steps, which the run takes again. If it starts anew,
-        they are all results, and the pictures of the numerics.
+        These are results and pictures of later steps, which the run takes again. If it
+        starts anew, they are all results and pictures.
 
         Args:
           step: that of the checkpoint in the directory that the run starts from; 0:
             there is none.
+          draws_pictures: whether the run draws the numerics, and so replaces pictures
+            of later steps.
         """
         if not self._is_first_process:
             return
@@ -384,7 +387,7 @@ class RunDir:
             is_later = isinstance(result_step, int) and result_step > step
             if path.exists() and (is_later or step == 0):
                 others.append(path)
-        if step == 0:
+        if step == 0 or (not draws_pictures and self._has_numerics_after(step)):
             others += sorted((self.path / "numerics").glob("*.png"))
         for path in others:
             path.replace(f"{path}.old")
@@ -395,6 +398,15 @@ class RunDir:
                 self.path,
                 ", ".join(path.name for path in others),
             )
+
+    def _has_numerics_after(self, step: int) -> bool:
+        """Return whether the log has numerics of later steps."""
+        return any(
+            name.startswith("numerics/")
+            for row in read_rows(self.path / "metrics.jsonl")
+            if row["step"] > step
+            for name in row
+        )
 
     def __enter__(self) -> Self:
         return self

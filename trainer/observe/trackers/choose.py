@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.observe.trackers.jsonl import JsonlTracker, set_logs_aside
+from trainer.observe.trackers.jsonl import JsonlTracker, cut_logs, set_logs_aside
 from trainer.observe.trackers.protocol import Tracker, TrackerGroup, TrackerStart
 from trainer.observe.trackers.tensorboard import TensorboardTracker
 from trainer.observe.trackers.wandb import WandbTracker
@@ -45,5 +45,7 @@ def make_tracker(
     if start.is_new:
         # Also with tracker=none: else old logs would become the history of this run.
         set_logs_aside(start.run_dir, start.step)
+    elif kind == "none":
+        cut_logs(start)
     tracker.start(start)
     return tracker

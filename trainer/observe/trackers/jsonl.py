@@ -214,6 +214,18 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
         )
 
 
+def cut_logs(start: TrackerStart) -> None:
+    """Cut the logs after the step that the run resumes from.
+
+    For tracker=none: the run takes the later steps without a log, and those of an
+    earlier attempt are not its own.
+    """
+    with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
+        log, samples = (start.run_dir / n for n in ("metrics.jsonl", "samples.txt"))
+        cut_rows(log, start.step, redo_row=start.redo_row)
+        cut_samples(samples, start.step - start.redo_row)
+
+
 class JsonlTracker(Tracker):
     """`metrics.jsonl`, one object per line, and `samples.txt`.
 

@@ -15,6 +15,7 @@ from trainer.config.composition import compose_config
 from trainer.config.fields import from_saved, to_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.observe.records import encode_row
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.rundir import (
     RunDir,
@@ -62,16 +63,29 @@ def test_results_of_steps_that_are_taken_again_are_set_aside(run_dir, caplog):
     )
     evaluation.write_text('{"step": 6}')
     tasks.write_text('{"step": 4}')
-    run_dir.set_results_aside(6)
+    run_dir.set_results_aside(6, draws_pictures=True)
     assert not caplog.messages
-    run_dir.set_results_aside(4)
+    run_dir.set_results_aside(4, draws_pictures=True)
     assert (run_dir.path / "evaluation.json.old").read_text() == '{"step": 6}'
     assert [path.exists() for path in (evaluation, tasks, picture)] == [False, 1, 1]
     evaluation.write_text("damaged")
-    run_dir.set_results_aside(0)
+    run_dir.set_results_aside(0, draws_pictures=True)
     assert not any(path.exists() for path in (evaluation, tasks, picture))
     assert (run_dir.path / "numerics" / "weights.png.old").exists()
     assert "evaluation.json, tasks.json, weights.png are of" in caplog.messages[-1]
+
+
+def test_pictures_of_steps_that_are_not_drawn_again_are_set_aside(run_dir):
+    (run_dir.path / "numerics").mkdir()
+    picture = run_dir.path / "numerics" / "weights.png"
+    picture.touch()
+    rows = (encode_row(step, {"numerics/w/h.0/rms": 1.0}) for step in (2, 6))
+    (run_dir.path / "metrics.jsonl").write_bytes(b"".join(rows))
+    run_dir.set_results_aside(4, draws_pictures=True)
+    run_dir.set_results_aside(6, draws_pictures=False)
+    assert picture.exists()
+    run_dir.set_results_aside(4, draws_pictures=False)
+    assert not picture.exists()
 
 
 @pytest.mark.parametrize(

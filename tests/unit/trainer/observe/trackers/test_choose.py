@@ -105,3 +105,12 @@ def test_rows_of_an_attempt_without_a_checkpoint_are_set_aside(
     assert "metrics.jsonl.old is longer" in caplog.text
     assert logged(tmp_path) == ([], 0)
     assert len(logged(tmp_path, ".old")[0]) == 6
+
+
+def test_without_a_tracker_rows_of_steps_that_are_taken_again_are_cut(tmp_path):
+    """They were those of an attempt that is given up."""
+    attempt(tmp_path, range(1, 6))
+    make_tracker("none", TrackerStart(tmp_path, 3, {}))
+    assert logged(tmp_path) == (["FP8 is used", 1, 2, 3], 3)
+    make_tracker("none", TrackerStart(tmp_path, 3, {}, redo_row=True))
+    assert logged(tmp_path) == (["FP8 is used", 1, 2], 2)
