@@ -37,13 +37,20 @@ def leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_scaled_array)
 
 
+def arrays_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, numbers of Python as arrays."""
+    return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(tree)]
+
+
 def readable(tree: Any, where: str) -> Any:
-    """Return a tree; ScaledArrays whose scale is no power of two read as NaN.
+    """Return a tree of arrays; those with a scale that is no power of two read as NaN.
 
     A `PrecisionWarning` names them, see `with_valid_scales`; `where` is its beginning.
     """
     names = functools.partial(paths, tree)
-    return structure_of(tree).unflatten(with_valid_scales(where, leaves(tree), names))
+    return structure_of(tree).unflatten(
+        with_valid_scales(where, arrays_of(tree), names)
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,13 @@ from scalify_core.array.scaled_array import (
     value_of,
     with_scale,
 )
-from scalify_core.array.tree import leaves, map_arrays, readable, structure_of
+from scalify_core.array.tree import (
+    arrays_of,
+    leaves,
+    map_arrays,
+    readable,
+    structure_of,
+)
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import (
     FP32,
@@ -171,7 +177,7 @@ def apply_with_compensation(
     # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
     # which makes invalid scales.
     updates = readable(updates, "weights.apply_updates, the update")
-    old, changes = leaves(params), _beside(structure, updates, "updates")
+    old, changes = arrays_of(params), _beside(structure, updates, "updates")
     indices: Sequence[Any] = range(len(old))
     if leaf_indices is not None:
         indices = _beside(structure, leaf_indices, "leaf_indices")
@@ -353,15 +359,15 @@ def scaled_params(params: Any, dtype: Any) -> Any:
     """
 
     def is_weight(x: Any) -> bool:
-        return not is_scaled_array(x) and is_float(x)
+        return hasattr(x, "dtype") and not is_scaled_array(x) and is_float(x)
 
     flat = leaves(params)
-    arrays = [x for x in flat if is_weight(x)]
-    powers = [float(_rms_scale(x)) for x in arrays]
+    given = [x for x in flat if is_weight(x)]
+    powers = [float(_rms_scale(x)) for x in given]
     scales = [2.0**-6 if power == MIN_SCALE else power for power in powers]
     data = [
         _at_scale(x, np.float32(scale), np.dtype(dtype))
-        for x, scale in zip(arrays, scales, strict=True)
+        for x, scale in zip(given, scales, strict=True)
     ]
     scaled = iter(map(ScaledArray, data, scales))
     return jax.tree.unflatten(

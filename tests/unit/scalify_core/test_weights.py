@@ -4,6 +4,7 @@ moves them."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from beside_plain import HALF
 from draws import draw_normal
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from scalify_core import ScaledArray, as_scaled_array, asarray
+from scalify_core import ScaledArray, as_scaled_array, asarray, scaled_state
 from scalify_core.numerics.formats import BF16, E4M3, FP16, counter_bits
 from scalify_core.optim.weights import (
     apply_updates,
@@ -220,3 +221,22 @@ def test_zeros_at_a_large_scale_and_integers_are_updated():
     new = apply_updates(params, {"w": jnp.full(4, 2.0**-30), "steps": jnp.int32(1)})
     np.testing.assert_array_equal(asarray(new["w"]), np.full(4, 2.0**-30))
     assert new["steps"] == 4
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_numbers_of_python_are_updated_as_by_optax(rounding):
+    params = {"w": as_scaled_array(jnp.ones(3), dtype=HALF), "slope": 0.25, "count": 2}
+    updates = {"w": jnp.ones(3), "slope": 0.5, "count": 1}
+    new = apply_updates(params, updates, rounding=rounding, seed=0, step=1)
+    assert_array_equal(asarray(new["w"]), 2 * np.ones(3))
+    assert (float(new["slope"]), int(new["count"])) == (0.75, 3)
+    tx = scaled_state(optax.adam(1.0), mu=HALF, nu=HALF, seed=0)
+    state = tx.init(params)
+    changes, _ = tx.update({"w": jnp.ones(3), "slope": -2.0, "count": 0}, state, params)
+    assert_allclose((changes["w"][0], changes["slope"]), (-1, 1), rtol=2.0**-9)
+    average = moving_average({"slope": 0.25}, {"slope": 0.5}, 0.5, seed=0, step=1)
+    assert float(average["slope"]) == 0.375
+
+
+def test_numbers_of_python_do_not_become_master_weights():
+    assert scaled_params({"w": jnp.ones(3), "rate": 0.3}, HALF)["rate"] == 0.3
