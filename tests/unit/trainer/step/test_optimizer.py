@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from draws import draw_normal
 
 from trainer.models.blocks import unstack_layers
 from trainer.models.roles import Role
@@ -28,9 +29,7 @@ SETTINGS = {
     "sgd": {"momentum": 0.9},
     "muon": BETAS | {"eps": 1e-8, "momentum": 0.9},
 }
-GRADS = jax.tree.map(
-    lambda p: jax.random.normal(jax.random.key(p.size), p.shape), PARAMS
-)
+GRADS = jax.tree.map(lambda p: draw_normal(p.size, p.shape), PARAMS)
 EPS = np.finfo(np.float32).eps
 
 
@@ -89,10 +88,7 @@ def test_stacked_layers_are_updated_as_unrolled_ones(name):
     # Large enough for adafactor to factor, layers of different size for its clip and
     # scale per tensor.
     sizes = jnp.array([0.1, 3.0])[:, None, None]
-    kernel, table = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 128, 130), (4, 3)])
-    )
+    kernel, table = draw_normal(0, (2, 128, 130)), draw_normal(1, (4, 3))
     stacked = {"h": {"kernel": kernel * sizes}, "wpe": table}
     grads = {"h": {"kernel": kernel[::-1] * sizes[::-1]}, "wpe": jnp.sin(table)}
     roles = {"h": {"kernel": Role("column", stacked=True)}, "wpe": Role("table")}
