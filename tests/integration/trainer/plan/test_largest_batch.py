@@ -31,7 +31,7 @@ def test_a_search_with_slack_ends_once_no_more_than_that_can_be_missing():
 def test_where_the_search_ends_first_the_largest_is_only_known_to_be_at_least_that():
     actual = largest_that_fits(lambda b: 10 * b, 8, 10**9)
     assert actual == (4096, None)
-    at_least = "at least 4096 sequences (the search ended there)"
+    at_least = "at least 4,096 sequences (the search ended there)"
     assert describe_largest(actual) == at_least
     assert describe_largest(BatchSizeBounds(90, 95)) == "90 to 95 sequences"
 
