@@ -8,14 +8,9 @@ import os
 import sysconfig
 from typing import Any
 
-import jax
-
+from scalify_core.interpreter.reference_trace import LIBRARIES
 from scalify_core.interpreter.registry import COMPOSITE, key_of
 
-_JAX_AND_THIS = tuple(
-    os.path.dirname(path) + os.sep
-    for path in (str(jax.__file__), os.path.dirname(__file__))  # and scalify_core
-)
 # Flax and Optax are installed beside JAX: the user cannot change their lines.
 _INSTALLED = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")
@@ -71,9 +66,8 @@ def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
         or "transpose(" in str(eqn.source_info.name_stack)
         or name_of(eqn).endswith(".bwd")
     )
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    frames = [frame for frame in frames if not _is_of(frame.file_name, _JAX_AND_THIS)]
+    known = getattr(eqn.source_info.traceback, "frames", [])
+    frames = [frame for frame in known if not _is_of(frame.file_name, LIBRARIES)]
     user_frame = next(
         (frame for frame in frames if not _is_of(frame.file_name, _INSTALLED)), None
     )

@@ -24,9 +24,9 @@ from scalify_core.numerics.formats import is_narrow
 from scalify_core.numerics.jaxprs import CONTROL, IN_FULL, PRODUCTS, per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
-_LIBRARIES = (
-    os.path.dirname(jax.__file__),
-    os.path.dirname(os.path.dirname(__file__)),  # scalify_core
+# The folders of JAX and of this library, whose lines are none of the user's.
+LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep for path in (jax.__file__, os.path.dirname(__file__))
 )
 
 
@@ -85,7 +85,7 @@ def _reason(error: Exception) -> str:
     frames = [
         frame
         for frame, _ in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not frame.f_code.co_filename.startswith(LIBRARIES)
     ]
     place = ""
     if frames:
