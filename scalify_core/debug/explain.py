@@ -439,18 +439,9 @@ def _bodies(eqn: Any, operands: list[Tensor]) -> Any:
     name = eqn.primitive.name
     if name in fp32_reference.CALLS:
         return fp32_reference.CallReference(operands)
-    loop = fp32_reference.LOOPS.get(name)
-    if loop is not None and _is_stepwise(eqn):
-        return loop(eqn, operands)
-    return None
-
-
-def _is_stepwise(eqn: Any) -> bool:
-    """Return whether a loop can be evaluated one iteration at a time.
-
-    A batch of `while` loops, each with its own end, cannot.
-    """
-    condition = eqn.params.get("cond_jaxpr")
-    return eqn.params.get("length") != 0 and (
-        condition is None or condition.out_avals[0].shape == ()
-    )
+    loop, condition = fp32_reference.LOOPS.get(name), eqn.params.get("cond_jaxpr")
+    # A batch of `while` loops, each with its own end, has no common iterations.
+    is_batch = condition is not None and condition.out_avals[0].shape
+    if loop is None or is_batch or eqn.params.get("length") == 0:
+        return None
+    return loop(eqn, operands)

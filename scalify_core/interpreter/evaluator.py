@@ -70,15 +70,14 @@ class Evaluator:
         for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
             with within(*scope):
                 for eqn in eqns:
-                    out = self._observed(eqn, list(map(read, eqn.invars)), jaxpr)
+                    operands = list(map(read, eqn.invars))
+                    run = functools.partial(self.results, eqn, jaxpr=jaxpr)
+                    if self.observer is None:
+                        out = run(operands)
+                    else:
+                        out = self.observer.equation(eqn, operands, run)
                     env |= zip(eqn.outvars, out, strict=True)
         return list(map(read, jaxpr.outvars))
-
-    def _observed(self, eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
-        if self.observer is None:
-            return self.results(eqn, operands, jaxpr)
-        run = functools.partial(self.results, eqn, jaxpr=jaxpr)
-        return self.observer.equation(eqn, operands, run)
 
     def results(self, eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         """Return the results of one equation of a jaxpr."""
@@ -98,9 +97,10 @@ class Evaluator:
         else:
             out = rule.fun(eqn, *operands)
         stored = stored_variables(jaxpr)
-        for i, var in enumerate(eqn.outvars):
-            if var in stored:
-                out[i] = _rounded_once(out[i])
+        for i, (x, var) in enumerate(zip(out, eqn.outvars, strict=True)):
+            is_scaled = isinstance(x, Value) and x.shape and not x.is_fill_value
+            if is_scaled and var in stored:
+                out[i] = dataclasses.replace(narrow(x), pre_rescale=x.pre_rescale)
         return out
 
     def stacked(self, jaxpr: Any, ys: list[Any]) -> list[Any]:
@@ -131,12 +131,6 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     return Value not in map(type, operands) and not registry.casts_to_narrow(
         eqn, *operands
     )
-
-
-def _rounded_once(x: Any) -> Any:
-    if isinstance(x, Value) and x.shape and not x.is_fill_value:
-        return dataclasses.replace(narrow(x), pre_rescale=x.pre_rescale)
-    return x
 
 
 @per_jaxpr
