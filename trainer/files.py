@@ -183,9 +183,13 @@ def check_regular(path: Path) -> None:
             stored += end - start
 
 
+MERGE_TAG = "tag:yaml.org,2002:merge"  # of the key <<
+
+
 class _PlainLoader(yaml.SafeLoader):
     """A YAML loader of plain values without aliases, nine lines of which can stand for
-    a billion values, and without a key twice, whose first value PyYAML drops.
+    a billion values, and without a key twice, whose first value PyYAML drops, also
+    below a merge key.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -198,6 +202,10 @@ class _PlainLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
+            if key.tag == MERGE_TAG:
+                raise yaml.MarkedYAMLError(
+                    problem="merge keys are not supported", problem_mark=key.start_mark
+                )
             if key.value in keys:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} twice",

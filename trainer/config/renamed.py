@@ -58,7 +58,10 @@ def new_name(key: str) -> str | None:
 
 
 def renamed_keys(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the current names of all keys."""
+    """Return a saved configuration with the current names of all keys.
+
+    Raises UserError for a key that is there by both names.
+    """
     tree = _with_new_names(saved)
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(train.get("phases"), list | tuple):
@@ -82,5 +85,10 @@ def _with_new_names(groups: Mapping[str, Any]) -> dict[str, Any]:
             continue
         new_keys = tree.setdefault(new_group, {})
         if isinstance(new_keys, dict):
+            if new_key in new_keys:
+                raise UserError(
+                    f"{old} is the old name of {new}, which is there too; leave {old}"
+                    " out"
+                )
             new_keys[new_key] = keys.pop(old_key)
     return tree

@@ -8,7 +8,7 @@ or seen by Hydra.
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,14 +101,11 @@ def continue_run(
             f"resume.step={overrides['resume.step']} starts another run from that step"
             f" of resume={source}; add run_dir=DIRECTORY for it"
         )
-    chosen_groups = [group for group in groups if group in overrides]
-    for group, chooser in CHOSEN_BY.items():
-        if chooser in chosen_groups:
-            chosen_groups.append(group)
+    chosen = chosen_groups(groups, overrides)
     settings = {}
     for key, value in flatten(tree):
         group = key.partition(".")[0]
-        if group in NOT_CONTINUED or group in chosen_groups:
+        if group in NOT_CONTINUED or group in chosen:
             continue
         is_overridden = any(overlaps(key, other) for other in overrides)
         # A fork does not inherit the run's name.
@@ -127,17 +124,23 @@ def continue_run(
     # The choice of these three groups decides which of their keys exist or are null, so
     # it is named again.
     choices = []
-    if "model" not in chosen_groups:
+    if "model" not in chosen:
         choices.append(f"model={_preset_of_family(tree, families, source)}")
     for group, key in (("optimizer", "name"), ("data", "source")):
         choice = tree[group][key]
-        if group not in chosen_groups and choice in groups[group]:
+        if group not in chosen and choice in groups[group]:
             choices.append(f"{group}={choice}")
     # `arguments` still have `resume.source`, so that a run directory without a
     # checkpoint is refused at the start.
     own_run_dir = [f"run_dir={typed_source}"] if is_same_run else []
     overrides_of_run = [*choices, *arguments, *own_run_dir]
     return CommandLine(overrides_of_run, settings, ignored=ignored)
+
+
+def chosen_groups(groups: Iterable[str], overrides: Container[str]) -> list[str]:
+    """Return the groups whose values the overrides choose; see `CHOSEN_BY`."""
+    chosen = [group for group in groups if group in overrides]
+    return chosen + [g for g, chooser in CHOSEN_BY.items() if chooser in chosen]
 
 
 def _preset_of_family(

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.bounds import annotations
 from trainer.config.fields import flatten
 from trainer.config.renamed import renamed_keys
-from trainer.config.resume import CommandLine, overlaps, set_keys
+from trainer.config.resume import CommandLine, chosen_groups, overlaps, set_keys
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.files import path_of, read_mapping
@@ -52,10 +52,10 @@ def settings_of_file(
             f"experiment= and config={path}: which wins is not clear; put experiment"
             " into the file, or name the keys to change"
         )
-    chosen_groups = [group for group in groups if group in overridden]
+    chosen = chosen_groups(groups, overridden)
     settings = {}
     for key, value in flatten(tree):
-        is_chosen = key.partition(".")[0] in chosen_groups
+        is_chosen = key.partition(".")[0] in chosen
         if not is_chosen and not any(overlaps(key, other) for other in overridden):
             settings[key] = value
     new_choices = [
@@ -102,7 +102,10 @@ def _read(
                     )
             given |= new.keys()
             set_keys(tree, new)
-    tree = renamed_keys(tree)
+    try:
+        tree = renamed_keys(tree)
+    except UserError as error:
+        raise UserError(f"config={path}: {error}") from None
     for group, values in tree.items():
         if group not in choices and isinstance(values, Mapping) and group in groups:
             names = [values.get(key) for key in CHOICE_KEYS]

@@ -29,6 +29,13 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
     assert (c.model.n_layer, c.precision.compute) == (4, "fp32")
 
 
+def test_a_choice_of_parallel_takes_no_replicas_from_the_file(write):
+    """It sets the group diloco too, as `parallel=diloco` does."""
+    file = write("parallel: diloco\ndiloco: {replicas: 2, sync_every: 5}\n")
+    assert compose_config([file, "diloco.sync_every=7"]).diloco.replicas == 2
+    assert compose_config([file, "parallel=data"]).diloco.replicas is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -51,6 +58,11 @@ def test_a_file_is_over_the_defaults_and_below_the_command_line(write):
         ("optimizer.lr: 1:30.5", "'1:30.5' is 90.5 in YAML; write it so"),
         ("train: {steps: 7}\ntrain.steps: 8", "train.steps is there twice"),
         ("train.steps: 8\ntrain: {steps: 7}", "train.steps is there twice"),
+        (
+            "train.accum: 4\ntrain.grad_accum_steps: 2",
+            "train.accum is the old name of train.grad_accum_steps, which is there",
+        ),
+        ("train: {<<: {steps: 7}, steps: 8}", "merge keys are not supported in line 1"),
     ],
 )
 def test_faults_of_a_file_are_one_line(write, text, message):
