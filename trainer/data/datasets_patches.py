@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from trainer.data.jsonl import load_once
 from trainer.data.parquet import is_text, not_text_column
 from trainer.errors import UserError
 from trainer.files import path_of
+from trainer.text import note
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,6 +38,12 @@ CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 # Those whose texts are exact: webdataset's are files of an archive. Of others, some
 # read NA as missing (imagefolder), cut lines (harbor) or write numbers as text (eval).
 EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset", "xml")
+# Settings of a README.md with the values that lose nothing: others leave out damaged
+# files, or characters. (CSV files are read without them.)
+LOSSLESS: dict[str, Sequence[Any]] = {
+    "encoding_errors": (None, "strict"),
+    "on_bad_files": ("error",),
+}
 MAX_YAML_NODES = 1 << 20  # of a README.md, aliases written out; a large one has 10,000
 
 
@@ -111,6 +118,23 @@ def check_is_own(name: str, file: str) -> None:
             f"data.name={name} takes {file} for its own data, which is elsewhere;"
             " correct its README.md"
         )
+
+
+def check_lossless(name: str, builder: "DatasetBuilder") -> None:
+    """Raise UserError for a setting of a README.md that loses texts or characters, and
+    print one that leaves out rows.
+    """
+    config = builder.config
+    for key, valid in LOSSLESS.items():
+        if getattr(config, key, valid[0]) not in valid:
+            raise UserError(
+                f"data.name={name}: the README.md sets {key}={getattr(config, key)}, by"
+                " which texts or characters may be lost; remove it there, and repair"
+                " the files"
+            )
+    filters = getattr(config, "filters", None)
+    if filters is not None:
+        note(f"data.name={name}: its README.md leaves out rows, by filters={filters}")
 
 
 def check_tables(builder: "DatasetBuilder", column: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.datasets_patches import (
     check_is_own,
+    check_lossless,
     check_tables,
     own_files_only,
     read_csv_strictly,
@@ -125,6 +126,8 @@ def open_builder(
         text = datasets.Value("string")
         builder.info.features = datasets.Features({source.column: text})
         read_csv_strictly(builder, source.column)
+    else:
+        check_lossless(source.name, builder)
     check_tables(builder, source.column)
     data_files = builder.config.data_files or {}
     splits, folder = data_files.values(), path_of(source.name)

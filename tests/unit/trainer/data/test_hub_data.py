@@ -65,6 +65,7 @@ def test_a_format_whose_texts_are_not_checked_is_refused(tmp_path, files, name, 
 
 NO_ROWS = pa.table({"text": pa.array([], "utf8")})
 LONG = "x" * 200_000
+FILTER = 'filters=[[text, "==", b]]'
 FEATURES = """---
 dataset_info:
   features:
@@ -182,6 +183,16 @@ def fields(name, line, actual, expected):
 SAVES = {f"train-00000-of-0000{i}.parquet": TEXTS for i in "12"}
 SURROGATE = "The surrogate pair in string is invalid"
 ELSEWHERE = "takes .*{} for its own data, which is elsewhere; correct its README.md"
+
+
+def settings_of(suffix, setting):
+    """A README.md with a setting for the files of a suffix."""
+    return (
+        f'---\nconfigs:\n- config_name: default\n  data_files: "*.{suffix}"\n'
+        f"  {setting.replace('=', ': ', 1)}\n---\n"
+    )
+
+
 REFUSED = [
     # texts that `datasets` would write anew
     (
@@ -244,6 +255,18 @@ REFUSED = [
             rf"train.csv: the README.md sets {setting.split(':')[0]}, which data=hf",
         )
         for setting in ("nrows: 1", "skiprows: 1", "header: 1")
+    ),
+    *(
+        (
+            {f"a.{suffix}": ["a"] if suffix == "parquet" else "{}"}
+            | {"README.md": settings_of(suffix, setting)},
+            rf"the README.md sets {setting}, by which texts or characters may be lost",
+        )
+        for suffix, setting in (
+            ("parquet", "on_bad_files=skip"),
+            ("txt", "encoding_errors=ignore"),
+            ("jsonl", "encoding_errors=replace"),
+        )
     ),
     (SAVES, "are shards of two saves of one data set"),
     # files elsewhere
@@ -412,6 +435,14 @@ def test_files_that_datasets_leaves_out_are_said(tmp_path, capsys, other):
     assert read_hub(tmp_path, folder)
     line = f"`datasets` leaves out {folder / other} (1 of 4 files); data=text"
     assert capsys.readouterr().err.count(line) == 1
+
+
+def test_rows_that_a_readme_leaves_out_are_said(tmp_path, capsys):
+    write(tmp_path / "set", {"a.parquet": ["a", "b"]})
+    write(tmp_path / "set", {"README.md": settings_of("parquet", FILTER)})
+    assert read_hub(tmp_path, tmp_path / "set") == ["b"]
+    line = "its README.md leaves out rows, by filters=[['text', '==', 'b']]"
+    assert line in capsys.readouterr().err
 
 
 def test_a_set_that_changed_within_its_time_is_read_again(tmp_path, capsys):
