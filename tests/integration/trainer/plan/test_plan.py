@@ -93,7 +93,7 @@ def test_the_plan_of_a_small_flagship(flagship):
     text = "\n".join(script.step_lines(flagship))
     for part in (
         "12 fp8 __cublas$lt$matmul$f8",
-        f"{flagship.task.parameters:,} parameters, 1 layers",
+        f"{flagship.task.parameters:,} parameters, 1 layer of",
         "2 x NVIDIA H200",
         "all-reduce",
         "fits in",
