@@ -477,6 +477,24 @@ def check_not_link(path: str | os.PathLike[str]) -> None:
         )
 
 
+def check_link(path: str | Path) -> None:
+    """Raise UserError for a link to a file that is missing or cannot be reached.
+
+    Otherwise a part of an unfinished download would be left out in silence.
+    """
+    if os.path.islink(path) and not os.path.exists(path):
+        raise UserError(
+            f"{path} is a link to {os.readlink(path)}, where no file can be read;"
+            " restore that file, or remove the link"
+        )
+
+
+def has_file(path: Path) -> bool:
+    """Return whether a file exists; UserError for a link that leads nowhere."""
+    check_link(path)
+    return path.is_file()
+
+
 OTHER_RUN_DIR = "choose another run_dir"
 
 

@@ -28,6 +28,7 @@ from trainer.data.tokenizer_settings import (
 )
 from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2
 from trainer.errors import UserError
+from trainer.files import has_file
 
 # A file of merges in order of priority, and one of ids: OpenAI's names and Hugging
 # Face's.
@@ -93,7 +94,7 @@ def tiktoken_settings(path: Path) -> tuple[str, dict[str, int], str | None]:
     is None if neither names it.
     """
     json_file = path.with_suffix(".json")
-    if json_file.is_file():
+    if has_file(json_file):
         tree = read_json(json_file)
         pattern, special = tree.get("pat_str"), tree.get("special_tokens")
         if not (isinstance(pattern, str) and pattern and isinstance(special, dict)):
@@ -144,7 +145,7 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     # In GPT-2's ids end-of-text follows the tokens of the merges.
     tokens = dict.fromkeys([*ordinary, ENDOFTEXT])
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    if ids_path.is_file():
+    if has_file(ids_path):
         vocabulary = read_json(ids_path)
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.

@@ -21,7 +21,7 @@ from typing import Literal
 
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import check_regular, path_of, write_atomically
+from trainer.files import check_link, check_regular, path_of, write_atomically
 from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -174,18 +174,6 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
-
-
-def check_link(path: str | Path) -> None:
-    """Raise UserError for a link to a file that is missing or cannot be reached.
-
-    Without it, a part of an unfinished download would be left out in silence.
-    """
-    if os.path.islink(path) and not os.path.exists(path):
-        raise UserError(
-            f"{path} is a link to {os.readlink(path)}, where no file can be read;"
-            " restore that file, or remove the link"
-        )
 
 
 def walk(folder: str) -> list[str]:

@@ -31,7 +31,7 @@ from trainer.data.tokenizer_settings import (
 )
 from trainer.data.word_patterns import KNOWN_PATTERNS, to_hf_pattern
 from trainer.errors import UserError
-from trainer.files import well_formed, write_atomically
+from trainer.files import has_file, well_formed, write_atomically
 
 # Texts that tokenizers of one vocabulary may split differently: letter case, digits,
 # spaces, signs, composed characters and other scripts.
@@ -135,12 +135,12 @@ def token_ids_in(directory: Path) -> TokenIds | None:
       UserError: a file that is not JSON.
     """
     with well_formed(f"the tokenizer in {directory}", "download or copy it again"):
-        if (directory / TOKENIZER_JSON).is_file():
+        if has_file(directory / TOKENIZER_JSON):
             ids = ids_of(read_json(directory / TOKENIZER_JSON))
             if ids is not None:
                 return ids
         for _, name in MERGES_AND_IDS_FILES:
-            if (directory / name).is_file():
+            if has_file(directory / name):
                 return spelled_ids(read_json(directory / name) | added_later(directory))
     return None
 

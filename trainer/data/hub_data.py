@@ -18,10 +18,10 @@ from trainer.data.datasets_patches import (
     own_files_only,
     read_csv_strictly,
 )
-from trainer.data.files import NoColumn, check_link, check_numbered_files
+from trainer.data.files import NoColumn, check_numbered_files
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import check_regular, path_of
+from trainer.files import check_link, check_regular, path_of
 from trainer.text import note, override
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer_settings import NUL
 from trainer.data.word_patterns import KNOWN_PATTERNS
 from trainer.errors import UserError
-from trainer.files import path_of, well_formed, write_atomically
+from trainer.files import has_file, path_of, well_formed, write_atomically
 
 Ids = npt.NDArray[np.unsignedinteger]
 
@@ -353,7 +353,7 @@ def from_files(name: str) -> Tokenizer:
         merges_files = (merges for merges, _ in MERGES_AND_IDS_FILES)
         files = ["tokenizer.tiktoken", TOKENIZER_JSON, *merges_files]
         for file in files:
-            if (path / file).is_file():
+            if has_file(path / file):
                 return from_files(str(path / file))
         raise UserError(f"tokenizer directory {name} holds none of {', '.join(files)}")
     if path.suffix == ".tiktoken":

@@ -12,7 +12,7 @@ from typing import Any
 from tiktoken_ext.openai_public import ENDOFTEXT
 
 from trainer.errors import UserError
-from trainer.files import read_file, read_object
+from trainer.files import has_file, read_file, read_object
 
 # Largest size of a file that is read; the largest vocabularies take some 40 MB.
 MAX_BYTES = 1 << 28
@@ -189,7 +189,7 @@ def prepends_space(part: Any) -> bool:
 def read_beside(directory: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     file = directory / name
-    if file.is_file():
+    if has_file(file):
         return read_json(file)
     return {}
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.errors import UserError
-from trainer.files import read_object, well_formed
+from trainer.files import has_file, read_object, well_formed
 from trainer.models.blocks import unstack_layers
 from trainer.models.family import Family, Spec
 from trainer.models.fp8_checkpoints import Fp8Kernel
@@ -26,7 +26,7 @@ def family_at(source: Path) -> Family | None:
       UserError: a damaged config.json, or an unknown family.
     """
     file = config_beside(source)
-    if not file.is_file():
+    if not has_file(file):
         return None
     try:
         return family_of(SPECS[family_name_of(read_object(file))])

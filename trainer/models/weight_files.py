@@ -19,6 +19,7 @@ from trainer.files import (
     PARTIAL,
     check_regular,
     directory_of,
+    has_file,
     read_file,
     read_object,
     write_atomically,
@@ -258,7 +259,7 @@ def indexed_names(directory: Path) -> dict[str, str]:
 
     Empty: no index applies.
     """
-    if (directory / SINGLE).is_file() or not (directory / INDEX).is_file():
+    if has_file(directory / SINGLE) or not has_file(directory / INDEX):
         return {}
     return weight_map(directory)
 
@@ -286,9 +287,9 @@ def weight_files(directory: Path) -> list[Path]:
     Like transformers, prefer `model.safetensors` to an index. Without either, return
     all files.
     """
-    if (directory / SINGLE).is_file():
+    if has_file(directory / SINGLE):
         return [directory / SINGLE]
-    if (directory / INDEX).is_file():
+    if has_file(directory / INDEX):
         files = [
             directory / name for name in sorted(set(weight_map(directory).values()))
         ]
@@ -391,7 +392,7 @@ def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
     paths = [source / name for name in TOKENIZER_FILES]
     paths += sorted((source / TEMPLATES).glob("*.jinja"))
     paths += [source / name for name in more]
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if has_file(path)]
     # In the cache of Hugging Face's hub, snapshots/REVISION consists of links to files
     # in `blobs`.
     root = source.resolve()

@@ -279,6 +279,15 @@ def test_the_end_is_read_from_whichever_file_names_it(tmp_path, name, normalizer
     assert not {256, 257} & set(tokenizer.encode(f"{END}<b>"))
 
 
+def test_settings_behind_a_link_that_leads_nowhere_are_not_left_out(tmp_path):
+    saved(tmp_path, **byte_level(), special=[END, "<b>"])
+    for name in (CONFIG, "tokenizer.tiktoken"):
+        (tmp_path / name).symlink_to("../../blobs/0123")
+        with pytest.raises(UserError, match=rf"{name} is a link to .*0123, where no f"):
+            get_tokenizer(str(tmp_path))
+        (tmp_path / name).unlink()
+
+
 def decoder(i, content, **flags):
     """Return settings that list an added token."""
     return {"added_tokens_decoder": {str(i): {"content": content, **flags}}}

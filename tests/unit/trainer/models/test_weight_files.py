@@ -57,6 +57,15 @@ def test_an_export_of_several_files_has_an_index(tmp_path):
         assert name in load_file(out / file)
 
 
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_a_link_that_leads_nowhere_is_no_file_less(shards, name):
+    """Files of an earlier download would be read instead."""
+    (shards / name).unlink()
+    (shards / name).symlink_to("../../blobs/0123")
+    with pytest.raises(UserError, match=rf"{name} is a link to .*0123, where no file"):
+        huggingface.load(shards, GPT2Spec(V))
+
+
 def test_files_beside_those_of_the_index_are_not_read(shards):
     norm = {"model.norm.weight": np.zeros(16, np.float32)}
     save_file(norm, shards / "consolidated.safetensors")
