@@ -228,16 +228,15 @@ def is_scaled_array(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is an array, a ScaledArray or a number, which are traced.
+    """Return whether a leaf is an array or a ScaledArray, which are traced.
 
-    Python's booleans are not: a module's `inference` chooses what its Python does. Nor
-    are dtypes, and the gradients of integers, whose dtype no equation has.
+    Numbers and booleans of Python are not: in a module they are settings, such as
+    `inference`, or the rate of a dropout. Nor are dtypes, and the gradients of
+    integers, whose dtype no equation has.
     """
-    if isinstance(x, (bool, type, jax.ShapeDtypeStruct)):
+    if isinstance(x, (type, jax.ShapeDtypeStruct)) or not hasattr(x, "dtype"):
         return False
-    if hasattr(x, "dtype"):
-        return x.dtype != jax.dtypes.float0
-    return isinstance(x, jax.typing.ArrayLike)
+    return x.dtype != jax.dtypes.float0
 
 
 def data_of(x: Any) -> Any:
@@ -263,8 +262,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
 
     Args:
         tree: any pytree; ScaledArrays, integers, booleans, keys, and leaves that are
-            not arrays are unchanged. Numbers of Python are, too: the rate of a dropout
-            is not to become a parameter.
+            not arrays are unchanged, such as numbers of Python.
         scale: the scale of every leaf: a number makes static scales, an FP32 array
             dynamic ones. None: the power of two nearest to the RMS of each leaf,
             dynamic. It is 1 for a leaf with infinities or NaNs. It is 2^-126 for zeros,
@@ -282,7 +280,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
     """
 
     def convert(path: Any, x: Any) -> Any:
-        if is_scaled_array(x) or not is_array(x) or not hasattr(x, "dtype"):
+        if is_scaled_array(x) or not is_array(x):
             return x
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x

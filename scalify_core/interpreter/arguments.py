@@ -18,7 +18,7 @@ class FlatCall(NamedTuple):
     """One call of a function.
 
     Attributes:
-        leaves: the arrays, ScaledArrays and numbers among its arguments.
+        leaves: the arrays and ScaledArrays among its arguments.
         fun: of such leaves to the arrays of the result.
         unflatten: gives the result with these arrays, once `fun` has been called.
         names: gives the paths of the leaves: `[0]['w']`.

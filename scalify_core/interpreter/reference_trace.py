@@ -42,8 +42,6 @@ def aval_of(x: Any) -> Any:
     """Return the abstract value of a leaf in the FP32 trace."""
     if is_scaled_array(x):
         return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
-    if isinstance(x, jax.typing.ArrayLike) and not hasattr(x, "dtype"):
-        return x  # a Python number
     return jax.typeof(x)
 
 

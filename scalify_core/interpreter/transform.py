@@ -44,10 +44,9 @@ def scalify(
     """Return `fun` with scale propagation: the same function, on `ScaledArray`s.
 
     Args:
-        fun: any JAX function of pytrees; leaves that are not arrays pass through, as
-            Python's booleans do, and numbers are traced. A static number is bound
-            before, `functools.partial(f, axis=1)`. A ScaledArray appears as a float32
-            array, whatever the dtype of the data.
+        fun: any JAX function of pytrees; leaves that are not arrays, such as numbers
+            of Python, pass through. A ScaledArray appears as a float32 array, whatever
+            the dtype of the data.
         scales: the policy of scales. "auto" suits any function. The arithmetic is FP32,
             on logical values. A value that is stored in a narrow format, as the operand
             of a product or as a result, gets a measured power of two: that of its

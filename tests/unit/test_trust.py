@@ -52,8 +52,8 @@ def test_the_lowest_number_masks_after_a_product_but_not_as_an_argument():
     ):
         actual = asarray(scalify(fun)(q, w))
         assert_allclose(actual, asarray(q)[:, :2], rtol=2**-10)
-    assert not asarray(scalify(masked)(q, w, lowest)).any()
-    assert "dot_general" in explain(masked, q, w, lowest).first_loss
+    assert not asarray(scalify(masked)(q, w, jnp.asarray(lowest))).any()
+    assert "dot_general" in explain(masked, q, w, jnp.asarray(lowest)).first_loss
 
 
 def test_an_optimizer_step_with_narrow_moments_is_better_done_outside():

@@ -68,12 +68,15 @@ def test_dtypes_pass_through(dtype):
     assert scalify(lambda x, shape: shape)(scaled["w"], shape) is shape
 
 
-def test_numbers_of_python_do_not_become_parameters():
-    """As the rate of a Dropout in an Equinox module."""
-    scaled = as_scaled_array({"w": X, "rate": 0.3}, dtype=HALF)
-    assert type(scaled["rate"]) is float
-    actual = scalify(lambda m: m["w"] * m["rate"])(scaled)
-    assert_allclose(asarray(actual), 0.3 * asarray(scaled["w"]), rtol=2.0**-10)
+def test_numbers_of_python_are_settings_and_no_parameters():
+    """As the rate of a Dropout in an Equinox module, and an axis."""
+    scaled = as_scaled_array({"w": X, "rate": 0.3, "axis": 1}, dtype=HALF)
+    fun = lambda m: m | {"w": jnp.cumsum(m["w"] * m["rate"], m["axis"])}
+    for run in (scalify(fun), scalify(fun, scales="static")):
+        actual = run(scaled)
+        assert (type(actual["rate"]), actual["axis"]) == (float, 1)
+        expected = fun(asarray(scaled))["w"]
+        assert_allclose(asarray(actual["w"]), expected, rtol=2.0**-9, atol=2e-3)
 
 
 @pytest.mark.parametrize("scales", ["auto", "static"])
