@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import slow
 from precisions import policy
 
 from scalify_core import asarray
@@ -78,7 +79,7 @@ def state_of(model):
 @pytest.mark.parametrize(
     ("preset", "spec"),
     [
-        ("scalify_fp8_fp16", GPT2),
+        slow("scalify_fp8_fp16", GPT2),  # the command's run
         ("scalify_fp8_fp16", SCANNED),
         ("fp8_current", LLAMA),
         ("fp8_delayed", GPT2),
