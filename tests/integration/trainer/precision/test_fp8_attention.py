@@ -13,7 +13,7 @@ from precisions import abstract, batch, copied, policy, step_inputs, workload
 
 from scalify_core.numerics.formats import E4M3
 from trainer.compiled.fp8 import Gpu, check_step
-from trainer.compiled.operations import Attention
+from trainer.compiled.operations import FusedAttention
 from trainer.errors import UserError
 from trainer.models.llama.spec import LlamaSpec
 from trainer.plan.targets import get_target
@@ -77,7 +77,7 @@ def test_it_trains_beside_fp8_matmuls(preset, changes):
 def test_a_step_whose_attention_is_not_fp8_is_refused_on_a_gpu_that_has_it():
     model = Model.make(SPEC, policy("bf16", attention="e4m3"))
     gpu = Gpu(H100.device, H100.capability)
-    call = Attention("fp8", False, True, (1, 2, 128, 128, 128), "a", 1)
+    call = FusedAttention("fp8", False, True, (1, 2, 128, 128, 128), "a", 1)
     program = SimpleNamespace(gemms=[], attentions=[call, call])
     report = check_step(model, program, 128, gpu, require=None)
     assert report.share == 1
