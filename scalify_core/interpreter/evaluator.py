@@ -24,7 +24,7 @@ from scalify_core.interpreter import registry
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.measured.products import Reading
 from scalify_core.interpreter.reference_trace import Program
-from scalify_core.interpreter.value import Value, narrow, value
+from scalify_core.interpreter.value import Value, exact, narrow, value
 from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
 from scalify_core.numerics.precision_warnings import Observer
@@ -192,6 +192,7 @@ def _as_result(x: Any) -> Any:
     on.
     """
     if isinstance(x, Value):
+        x = exact(x)  # its scale alone would saturate
         x = with_scale(narrow(x).data, x.scale)
     if not is_scaled_array(x):
         return jnp.asarray(materialize(x))

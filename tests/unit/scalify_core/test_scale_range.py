@@ -171,3 +171,12 @@ def test_an_infinite_constant_beside_a_run_time_scale_stays_infinite(run, expone
             scalify(lambda x, fun=fun: fun(x, np.full((4, 8), np.inf, np.float32)))
         )(x)
         assert_array_equal(asarray(out), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize(("exponent", "factor"), [(125, 4.0), (-124, 2.0**-3)])
+def test_a_result_beyond_the_range_of_scales_keeps_its_value(dtype, exponent, factor):
+    x = ScaledArray(np.asarray([1.5], dtype), F32(2.0**exponent))
+    out = scalify(lambda x: x * factor)(x)
+    actual = np.float64(out.data) * np.float64(out.scale)
+    assert_array_equal(actual, 1.5 * 2.0**exponent * factor)
