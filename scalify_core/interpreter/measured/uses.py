@@ -1,51 +1,84 @@
 """Find how the readers of a variable use it: two questions, one walk.
 
-A question is a function of an equation, and of whether one of its results is marked. It
-returns the variables to mark. The walk goes from the results of a program to its
-arguments, and into calls.
+A question is a function of an equation, and of the marks of its results. It returns the
+marks of the operands, or None where the equation's inner jaxprs tell. The walk goes
+from the results of a program to its arguments, and into calls, branches and loops.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from scalify_core.interpreter.measured.products import MOVES
 from scalify_core.numerics.jaxprs import CALLS, CONTROL, inner_jaxpr, per_jaxpr
 
-Question = Callable[[Any, bool], Sequence[Any]]
+Marks = tuple[bool, ...]
+Question = Callable[[Any, Marks], Sequence[bool] | None]
 
 
 @per_jaxpr
-def marked(jaxpr: Any, results: tuple[bool, ...], question: Question) -> frozenset[Any]:
-    """Return the marked variables of a jaxpr, given which of its results are marked."""
-    pairs = zip(jaxpr.outvars, results, strict=True)
-    variables = _variables(atom for atom, is_marked in pairs if is_marked)
+def marked(jaxpr: Any, results: Marks, question: Question) -> frozenset[Any]:
+    """Return the marked variables of a jaxpr, given the marks of its results."""
+    variables = _chosen(jaxpr.outvars, results)
     for eqn in reversed(jaxpr.eqns):
         outs = tuple(var in variables for var in eqn.outvars)
-        if eqn.primitive.name in CALLS:
-            variables |= _marked_by_call(eqn, outs, question)
-        else:
-            variables |= _variables(question(eqn, any(outs)))
+        operands = question(eqn, outs)
+        if operands is None:
+            outs, operands = _inside(eqn, outs, question)
+            variables |= _chosen(eqn.outvars, outs)
+        variables |= _chosen(eqn.invars, operands)
     return frozenset(variables)
 
 
-def _marked_by_call(
-    eqn: Any, results: tuple[bool, ...], question: Question
-) -> set[Any]:
-    """Return the operands and results of a call that are marked inside it."""
-    inner = inner_jaxpr(eqn)
-    inside = marked(inner, results, question)
-    pairs = zip(
-        (*inner.outvars, *inner.invars), (*eqn.outvars, *eqn.invars), strict=True
-    )
-    return _variables(
-        atom for x, atom in pairs if not isinstance(x, Literal) and x in inside
-    )
+def _chosen(atoms: Sequence[Any], marks: Iterable[bool]) -> set[Any]:
+    pairs = zip(atoms, marks, strict=True)
+    return {atom for atom, mark in pairs if mark and not isinstance(atom, Literal)}
 
 
-def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
+def _body(jaxpr: Any, results: Marks, question: Question) -> tuple[Marks, Marks]:
+    """Return the marks of an inner jaxpr's results and arguments.
+
+    A result that the jaxpr itself reads may be marked for that.
+    """
+    variables = marked(jaxpr, results, question)
+    given = [not isinstance(x, Literal) and x in variables for x in jaxpr.outvars]
+    return tuple(given), tuple(x in variables for x in jaxpr.invars)
+
+
+def _inside(eqn: Any, results: Marks, question: Question) -> tuple[Marks, Marks]:
+    """Return the marks of an equation's results and operands, by its inner jaxprs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        consts, carry, _ = params["ft_in"].update(eqn.invars).unpack()
+        return _loop(params["jaxpr"], results, len(consts), len(carry), question)
+    if name == "while":
+        first = params["body_nconsts"]
+        body = params["body_jaxpr"]
+        outs, operands = _loop(body, results, first, len(results), question)
+        return outs, (False,) * params["cond_nconsts"] + operands
+    if name == "cond":
+        branches = [_body(x, results, question) for x in params["branches"]]
+        outs, operands = (_either(*marks) for marks in zip(*branches, strict=True))
+        return outs, (False, *operands)
+    return _body(inner_jaxpr(eqn), results, question)
+
+
+def _loop(
+    body: Any, results: Marks, first: int, count: int, question: Question
+) -> tuple[Marks, Marks]:
+    """Return the marks of `_body`; the next iteration reads the carry of this one."""
+    while True:
+        outs, operands = _body(body, results, question)
+        read_next = operands[first : first + count]
+        joined = _either(results, read_next + (False,) * (len(results) - count))
+        if joined == results:
+            return _either(outs, results), operands
+        results = joined
+
+
+def _either(*marks: Marks) -> Marks:
+    return tuple(map(any, zip(*marks, strict=True)))
 
 
 # Results that must not be rounded to zero. An optimizer's mean of squares spans twice
@@ -56,6 +89,7 @@ _NEEDS_NONZERO = frozenset({"sqrt", "rsqrt", "log", "cbrt", "pow"})  # the first
 # The result is zero where the operand is zero, apart from a term that is added.
 _SCALED = MOVES | {
     "mul",
+    "div",
     "add",
     "convert_element_type",
     "max",
@@ -64,33 +98,19 @@ _SCALED = MOVES | {
 }
 
 
-def needs_nonzero(eqn: Any, is_marked: bool) -> Sequence[Any]:
-    """Ask for variables of which a root, a logarithm or a reciprocal is taken.
-
-    A loop or branch with one inside may take it of all that it reads and returns. The
-    smallest number in place of a zero is within the rounding of the others.
-    """
+def needs_nonzero(eqn: Any, outs: Marks) -> Sequence[bool] | None:
+    """Ask for variables of which a root, a logarithm or a reciprocal is taken."""
     name = eqn.primitive.name
     if name in CONTROL:
-        if is_marked or any(map(_takes_roots, jaxprs_in_params(eqn.params))):
-            return *eqn.outvars, *eqn.invars
-        return ()
+        return None
+    marks = [False] * len(eqn.invars)
     if name in _NEEDS_NONZERO:
-        return eqn.invars[:1]
-    if name == "div":
-        return eqn.invars if is_marked else eqn.invars[1:]
-    if name in _SCALED and is_marked:
-        return [atom for atom in eqn.invars if atom.aval.shape]
-    return ()
-
-
-@per_jaxpr
-def _takes_roots(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in _NEEDS_NONZERO | {"div"}
-        or any(map(_takes_roots, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+        marks[0] = True
+    elif name == "div":
+        marks = [any(outs), True]
+    elif name in _SCALED and any(outs):
+        marks = [bool(atom.aval.shape) for atom in eqn.invars]
+    return marks
 
 
 # The forward pass of a scan leaves stacks for the backward pass. They are the memory of
@@ -98,10 +118,12 @@ def _takes_roots(jaxpr: Any) -> bool:
 # that other equations read, as losses or outputs, stay in FP32.
 
 
-def reads_beside_loops(eqn: Any, is_marked: bool) -> Sequence[Any]:
+def reads_beside_loops(eqn: Any, outs: Marks) -> Sequence[bool] | None:
     """Ask for variables that anything but a scan's slicing reads."""
-    del is_marked
-    if eqn.primitive.name != "scan":
-        return eqn.invars
-    consts, carry, _ = eqn.params["ft_in"].update(eqn.invars).unpack()
-    return *consts, *carry
+    if eqn.primitive.name in CALLS:
+        return None
+    marks = [True] * len(eqn.invars)
+    if eqn.primitive.name == "scan":
+        consts, carry, xs = eqn.params["ft_in"].update(eqn.invars).unpack()
+        marks[len(consts) + len(carry) :] = [False] * len(xs)
+    return marks
