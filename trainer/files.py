@@ -468,7 +468,7 @@ def check_no_links(run_dir: Path) -> None:
 
 
 def check_not_link(path: str | os.PathLike[str]) -> None:
-    """Raise UserError for a symbolic link in a run directory. Raises UserError."""
+    """Raise UserError for a symbolic link in a run directory."""
     if os.path.islink(path):
         raise UserError(
             f"{path} is a symbolic link; a run only reads and"
@@ -477,7 +477,7 @@ def check_not_link(path: str | os.PathLike[str]) -> None:
         )
 
 
-def check_link(path: str | Path) -> None:
+def check_link_target(path: str | Path) -> None:
     """Raise UserError for a link to a file that is missing or cannot be reached.
 
     Otherwise a part of an unfinished download would be left out in silence.
@@ -491,7 +491,7 @@ def check_link(path: str | Path) -> None:
 
 def has_file(path: Path) -> bool:
     """Return whether a file exists; UserError for a link that leads nowhere."""
-    check_link(path)
+    check_link_target(path)
     return path.is_file()
 
 

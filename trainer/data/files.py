@@ -21,7 +21,7 @@ from typing import Literal
 
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import check_link, check_regular, path_of, write_atomically
+from trainer.files import check_link_target, check_regular, path_of, write_atomically
 from trainer.text import note, override, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -157,7 +157,7 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
                     f"{match} is a directory that you may not read; change its"
                     " permissions, or list the others in data.paths"
                 )
-            check_link(match)
+            check_link_target(match)
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
             raise no_match(path)

@@ -21,7 +21,7 @@ from trainer.data.datasets_patches import (
 from trainer.data.files import NoColumn, check_numbered_files
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
-from trainer.files import check_link, check_regular, path_of
+from trainer.files import check_link_target, check_regular, path_of
 from trainer.text import note, override
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def local_files(folder: Path) -> list[Path]:
             )
         if not path.is_file():
             if not is_hidden(path, folder):
-                check_link(path)
+                check_link_target(path)
             continue
         check_regular(path)
         same_file = files.setdefault(path.resolve(), path)

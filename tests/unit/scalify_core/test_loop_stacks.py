@@ -106,3 +106,18 @@ def test_stack_in_shard_map_is_split_with_its_scales():
     fun = jax.shard_map(lambda w: w * 3, mesh=mesh, in_specs=spec, out_specs=spec)
     actual = asarray(jax.jit(propagated.scalify(fun))(NEAR))
     assert_allclose(actual, 3 * asarray(NEAR), rtol=2.0**-10, atol=2.0**-22)
+
+
+def test_a_gradient_below_the_format_is_zero_though_its_loop_takes_roots():
+    """As the smallest number of the format it would be a step of Adam."""
+
+    def layer(h, w):
+        h = h * w
+        return h / jnp.sqrt(1 + jnp.mean(h**2)), None
+
+    def loss(w):
+        return jnp.sum(lax.scan(layer, jnp.asarray([1, 1, 1, 1e-16]), w)[0])
+
+    gradient = scalify(jax.grad(loss))(as_scaled_array(jnp.ones((3, 4)), dtype=HALF))
+    assert (asarray(gradient)[:, 3] == 0).all()
+    assert (asarray(gradient)[:, :3] != 0).all()
