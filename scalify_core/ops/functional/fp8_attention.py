@@ -86,8 +86,7 @@ def fp8_attention(
         simulate: whether programs for CUDA, too, compute in FP32, which takes any size.
 
     Returns:
-        [B, T, H, K] in the dtype of `q`. It is differentiable once. No GPU has
-        confirmed the gradients of a program for CUDA yet (docs/precision.md).
+        [B, T, H, K] in the dtype of `q`. It is differentiable once.
 
     Raises:
         ValueError: operands of several dtypes, heads or lengths that do not fit, or a
