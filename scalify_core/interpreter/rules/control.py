@@ -288,7 +288,8 @@ def run(jaxpr: Any, evaluate: Any, operands: Any, carry_count: int = 0) -> list[
     if jax.config.jax_disable_jit:
         return unpack(_packed_results(jaxpr, evaluate, carry_count, packed))
     traced = traced_body(jaxpr, evaluate, packed, carry_count)
-    # Inlined: a call in a loop's body would be one more function of the lowered program.
+    # Inlined: a call in a loop's body would be one more function of the lowered
+    # program.
     out = jax.core.eval_jaxpr(
         traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
     )
