@@ -133,6 +133,8 @@ def _conv_labels(numbers: Any, rank: int) -> tuple[tuple[Labels, Labels], Labels
     rhs: Labels = [None] * rank
     result: Labels = [None] * rank
     image, kernel = numbers.lhs_spec[0], numbers.rhs_spec[0]
+    # Windows overlap, so an element of an image is in several sums: spatial axes and
+    # channels have no scales of their own.
     lhs[image] = result[numbers.out_spec[0]] = (0, image)
     rhs[kernel] = result[numbers.out_spec[1]] = (1, kernel)
     return (lhs, rhs), result
@@ -288,6 +290,7 @@ def operand_readings(
     name = eqn.primitive.name
     nothing = [None] * len(eqn.invars)
     if name in PRODUCTS and is_narrow_product(eqn):
+        # The third operand, the sizes of a ragged product's groups, is integers.
         return [*readings(eqn), *nothing[2:]]
     if name in MOVES:
         return [reading_before_move(eqn, result_readings[0]), *nothing[1:]]
@@ -297,6 +300,7 @@ def operand_readings(
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         # An iteration reads a slice.
         length = _indices(eqn.params["length"])
+        # Layers are as unrelated as entries of a batch, so each must have a scale.
         stacks = [x and Reading((length, *x.must), (length, *x.may)) for x in xs]
         return [*consts, *[None] * len(carry), *stacks]
     if name in CALLS and name != "shard_map":  # a device's shard has its own readers
@@ -315,7 +319,8 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
     if name == "transpose":
         back = np.argsort(eqn.params["permutation"])
         return Reading(*(tuple(parts[i] for i in back) for parts in reading))
-    # Parts are not followed through reshapes and broadcasts.
+    # Through a reshape or broadcast parts are not followed: it may join an axis of many
+    # scales with one of a single scale.
     if max(reading.may, default=1) > 1:
         return None
     ones = (1,) * len(eqn.invars[0].aval.shape)
@@ -323,6 +328,8 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
 
 
 def _common(readings: Sequence[Reading]) -> Reading:
+    # At finer scales some reader would sum over elements of different ones. At coarser
+    # ones errors grow from 2.7e-4 to 1.8e-3 for rows 30 octaves apart, to 1 for 40.
     may = tuple(map(min, zip(*(x.may for x in readings), strict=True)))
     fits = [x.must for x in readings if is_finer(may, x.must)]
     ones = (1,) * len(may)
