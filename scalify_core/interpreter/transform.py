@@ -99,6 +99,8 @@ def scalify(
         if not any(map(is_scaled_array, call.leaves)):
             # plain code, which a surrounding `scalify` sees as such
             return asarray(fun(*args, **kwargs))
+        # Outside of `jit` a wrong scale is named here, by its argument's path; under
+        # `jit` the data reads as NaN.
         leaves = _checked(call.leaves, call.names)
         with _collector_paused():
             program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
@@ -143,6 +145,7 @@ def _collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        # Off inside of another scalify, which turns it on again.
         if enabled:
             gc.enable()
 
@@ -233,6 +236,8 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
         evaluate: gives the results of a program of such leaves.
     """
 
+    # JAX's own gradient of the evaluated program would go through its measurements and
+    # its roundings, in the formats of the forward pass.
     @jax.custom_vjp
     def scaled(*leaves: Any) -> list[Any]:
         return evaluate(program, leaves)
@@ -246,6 +251,8 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
             for i, x in enumerate(primals)
             if _is_primal(x) and x.perturbed and is_float(x.value)
         }
+        # Only arguments are kept, since the backward program has the forward pass in
+        # it: what it needs stands in that program's own formats.
         out = scaled(*leaves)
         return out, (leaves, [getattr(x, "scale", None) for x in out], wanted)
 
@@ -253,17 +260,24 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
         leaves, scales, wanted = not_differentiable(residuals, _SECOND)
         given = {}
         for i, (cotangent, scale) in enumerate(zip(cotangents, scales, strict=True)):
+            # A zero cotangent is left out and not computed with: a loop of unknown
+            # length has no gradient.
             value = _logical(cotangent, scale)
             if value is not None:
                 given[i] = not_differentiable(value, _SECOND)
+        # None is a zero cotangent for custom_vjp, of any leaf: of a ScaledArray too.
         gradients: list[Any] = [None] * len(leaves)
         if given:
             vjp = program.vjp(tuple(wanted), tuple(given))
             computed = evaluate(vjp, [*leaves, *given.values()])
             for i, gradient in zip(wanted, computed, strict=True):
+                # JAX wants the dtype of the argument, whatever format the backward pass
+                # has.
                 gradients[i] = asarray(gradient, jnp.result_type(leaves[i]))
         return tuple(gradients)
 
+    # Symbolic zeros tell which arguments are differentiated: others have no backward
+    # pass.
     scaled.defvjp(forward, backward, symbolic_zeros=True)
 
     def with_constant_scales(*leaves: Any) -> list[Any]:
@@ -283,6 +297,8 @@ def _logical(cotangent: Any, scale: Any) -> Any:
         return data
     if not has_range_of_float32(data.dtype):
         raise TypeError(_NARROW.format(data.dtype))
+    # The result is data * scale, so a cotangent of the data is `scale` times that of
+    # the value.
     return jnp.asarray(data, jnp.float32) / scale
 
 
@@ -290,6 +306,7 @@ def _with_constant_scale(x: Any) -> Any:
     """Return a result whose scale has no tangent, so that `asarray` can differentiate
     it.
     """
+    # A static scale is structure, which has no tangent.
     if not is_scaled_array(x) or x.is_static:
         return x
     return with_scale(x.data, lax.stop_gradient(x.scale))
