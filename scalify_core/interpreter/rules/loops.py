@@ -82,10 +82,10 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
     # For its shape and its type on a mesh alone: steps are looked at before the loop is
     # built.
-    ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
+    first = jax.tree.map(_first, sliced)
 
     def carry_after(carry: Sequence[Any]) -> list:
-        return step(carry, ends)[: len(init)]
+        return step(carry, first)[: len(init)]
 
     avals = jaxpr.out_avals[: len(init)]
     carry, forms = _initial_carry(carry_after, init, length, evaluate, avals)
@@ -99,7 +99,7 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
     # A measured scale varies over a mesh where the scale before the loop did not.
     as_carry, carry = jaxprs.agreeing_carry(
-        lambda carry: packed_step(carry, ends)[0], carry
+        lambda carry: packed_step(carry, first)[0], carry
     )
 
     def body(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -213,13 +213,13 @@ def _slices(x: Any) -> tuple[Any, Any, dict]:
     return x.data, scale, copies
 
 
-def _end(x: Any, last: bool) -> Any:
-    """Return the first or the last slice, or zeros for an empty array."""
+def _first(x: Any) -> Any:
+    """Return the first slice, or zeros for an empty array."""
     if x.shape[0] == 0:
         # A scan of length 0 has results, too, and their forms come from a look at its
         # body.
         return lax.full_like(x, 0, shape=x.shape[1:])
-    return x[-1 if last else 0]
+    return x[0]
 
 
 def _of_slice(pieces: Any, stack: Any) -> Any:
