@@ -247,9 +247,7 @@ def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     return quantized_copy(x, dtype, reading, reading, operand_mask_limit(var, jaxpr))
 
 
-def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
-    if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
-        return wide_results(eqn, x, *rest)
+def _move(eqn: Any, x: Value, *rest: Any) -> list[Any]:
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
