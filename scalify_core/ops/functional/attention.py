@@ -186,7 +186,7 @@ def _cudnn(
 
 def _is_for_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     return (
-        # JAX raises for other sizes; it takes heads of 256 channels only from Hopper on.
+        # JAX raises for other sizes; it takes heads of 256 channels from Hopper on.
         q.dtype in _CUDNN_DTYPES
         and q.dtype == k.dtype == v.dtype
         and q.shape[-1] % 8 == 0
