@@ -113,6 +113,8 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
         return lax.lt(magnitude, spread(unit * np.float32(limit), x.shape))
 
     loses = lax.bitwise_and(lax.gt(magnitude, np.float32(0)), below(fmt.min_normal))
+    # A gap without any element is no criterion: large numbers of a product cross zero,
+    # and fill it.
     between = lax.gt(below(2.0 ** (RESULT_TOP - 6)), below(2.0 ** (RESULT_TOP - 14)))
     more = lax.reduce_sum(
         loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim)
@@ -226,6 +228,8 @@ def _reduced(
             rows = [of_element(x.ravel()) for x in wide]
             small.setdefault(group[0].shape, []).extend(zip(rows, number, strict=False))
         else:
+            # Both moments of a parameter at once: the gradient that they are computed
+            # from is read once.
             rows = _at_once([of_element(_blocks(x)) for x in wide], combine, (1,))
             large.setdefault(rows[0].size, []).extend(zip(rows, number, strict=False))
     tables = list[tuple]()
@@ -240,6 +244,7 @@ def _reduced(
         for table in tables
     ]
     numbers = [n for _, n in itertools.chain(*tables)]
+    # Tables have the arrays by length; the caller's order is that of their numbers.
     return jnp.concatenate(results)[np.argsort(numbers)]
 
 
