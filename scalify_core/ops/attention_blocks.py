@@ -54,7 +54,9 @@ def masked_logits(
         key = jnp.arange(cols.start, cols.stop)[None, :]
         visible = key <= query
         if sees.window is not None:
+            # The window counts the query itself, as Hugging Face's Mistral does.
             visible &= key > query - sees.window
+        # -inf is below logits of any size, and its exponential is exactly zero.
         logits = jnp.where(visible[None, None], logits, -jnp.inf)
     if segments is not None:
         same = segments[:, rows, None] == segments[:, None, cols]

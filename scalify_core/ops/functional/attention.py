@@ -155,6 +155,8 @@ def _attention_bwd(
             over_rows(p.astype(q.dtype), gh[:, :, rows], kh.shape[1])
         )
     dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
+    # A sum over all queries that see one key grows in training (six layers, step 610:
+    # 12,400 of FP16's 65,504), and a norm makes NaN of an infinity.
     return (
         *(
             saturating_cast(heads_first(d), x.dtype)
