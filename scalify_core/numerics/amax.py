@@ -151,7 +151,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 BLOCKS = 256
 # Elements of a block: up to this length XLA's row reductions for GPUs are one kernel.
 LONGEST = 2**14
-SMALL = 2**14  # elements
+SMALL = 2**14  # elements: as long as a row that one kernel reduces
 LARGE_ROWS = 64  # rows of a table: XLA gives a kernel some 96 operands
 # Small rows are computed in that kernel: two new moments from four or five operands.
 SMALL_ROWS = 32

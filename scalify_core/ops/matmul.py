@@ -411,6 +411,8 @@ def _cast_at_amax(x: jax.Array, fmt: FloatFormat) -> tuple[jax.Array, jax.Array]
     scale = pow2_floor(amax) * (2 / pow2_floor(fmt.max))
     # The inverse of 2^-133, which would follow from the smallest amax, is infinite.
     scale = jnp.maximum(scale, 2.0**MIN_SCALE_EXPONENT)
+    # Zeros have no size. An exported kernel of zeros has the scale 1, and no subnormal
+    # number.
     scale = jnp.where(amax == 0, jnp.float32(1), scale)
     return fmt.cast(x * (1 / scale)), scale
 
