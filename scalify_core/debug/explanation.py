@@ -63,6 +63,7 @@ class Figures(NamedTuple):
 
         A negative number means that the scale is too large. It is 0 for zeros.
         """
+        # Measured scales expect no RMS: they are never astray.
         if not (0 < self.due < math.inf and self.expected > 0):
             return 0.0
         return math.log2(self.due / self.expected)

@@ -126,9 +126,12 @@ def _check(
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
     if strict:
+        # What plain code loses as its arguments are rounded is not asked of the scaled
+        # one.
         narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves)))
     else:
         narrow = None
+    # Propagated scales store every result in the format of the data.
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
