@@ -479,6 +479,8 @@ def dot_fp8(
             # makes of the constant the scale of the operand. It is the GEMM's argument,
             # so equal products are one kernel, whatever their scales.
             wide = dtype if fits else np.dtype(np.float32)
+            # Held: the products are FP8 without it, too, but XLA may then write both
+            # orders of an array in one kernel, at a quarter of an H100's bandwidth.
             lhs, rhs = (
                 compiler_hints.kept_narrow(x).astype(wide) for x in (lhs8, rhs8)
             )
