@@ -6,7 +6,7 @@ chunk.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk: int | None = None,
     masked: bool = False,
-    narrow_logits: bool = False,
+    narrow_logits: bool | Literal["cuda"] = False,
 ) -> jax.Array:
     """Return `cross_entropy(x @ head.T, targets)` without the logits of the whole
     batch.
@@ -60,7 +60,8 @@ def linear_cross_entropy(
         narrow_logits: whether the product writes the logits in the dtype of `x`, under
             `scalify` in that of its data. It halves the memory traffic, and rounds each
             logit by 2^-12 of its size in FP16, saturating. All later arithmetic is
-            FP32.
+            FP32. "cuda": in training on GPUs alone, where that traffic is what the loss
+            waits for.
 
     Returns:
         FP32 scalar, mean nats.
@@ -77,11 +78,11 @@ class _Settings(NamedTuple):
     vocab_size: int
     chunk: int | None
     masked: bool
-    narrow: bool
+    narrow: bool | Literal["cuda"]
 
     def tokens_of_chunk(self, size: int, x: jax.Array, head: jax.Array) -> int:
         """Return the tokens of a chunk: as given, or as fit into so many bytes."""
-        width = x.dtype.itemsize if self.narrow else 4
+        width = x.dtype.itemsize if self.narrow is True else 4
         return self.chunk or max(1, size // (width * head.shape[0]))
 
     def unmasked(self, x: jax.Array, targets: jax.Array) -> jax.Array:
@@ -92,9 +93,9 @@ class _Settings(NamedTuple):
 
     def logits(self, x_CxD: jax.Array, head_VxD: jax.Array, scale: float) -> jax.Array:
         """Return FP32 logits; with `narrow` they were rounded to the dtype of `x`."""
-        # FP32 otherwise: in BF16 a logit of 16 is off by up to 2^-4, and so is its
-        # probability.
-        dtype = x_CxD.dtype if self.narrow else jnp.float32
+        # A BF16 logit of 16 is off by up to 2^-4, and so is its probability, by chance
+        # in either direction; one of FP16 by 2^-7.
+        dtype = x_CxD.dtype if self.narrow is True else jnp.float32
         logits = _dot(x_CxD, head_VxD, ((1,), (1,)), dtype)
         if logits.dtype != jnp.float32:
             # A GPU's product writes infinity beyond FP16, and infinity minus infinity
@@ -173,18 +174,31 @@ def _linear_cross_entropy_fwd(
 
 
 def _linear_cross_entropy_fwd_cuda(
-    x: jax.Array, head: jax.Array, targets: jax.Array, **static: Any
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    settings: _Settings,
+    logit_scale: float,
 ) -> tuple:
     """Return the same in larger chunks, whose logits are read in two passes.
 
     One pass makes all sums, one the error.
     """
+    settings = settings._replace(narrow=settings.narrow in (True, "cuda"))
     # XLA would allocate a constant at the start of the program, and share it with other
     # zeros of this size to the end.
     zero, x = compiler_hints.barrier((jnp.float32(0), x))
     zeros = jnp.full(head.shape, zero)
     return _loss_and_gradients(
-        x, head, targets, zeros, _nats_in_one_pass, _CUDA_CHUNK_BYTES, **static
+        x,
+        head,
+        targets,
+        zeros,
+        _nats_in_one_pass,
+        _CUDA_CHUNK_BYTES,
+        settings=settings,
+        logit_scale=logit_scale,
     )
 
 

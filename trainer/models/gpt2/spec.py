@@ -68,9 +68,10 @@ class GPT2Spec(DecoderSpec):
         per weight, except in recomputed blocks. No number changes. The cast is always
         kept for FP32 weights, for weights that are all-gathered in FP8
         (`parallel.fsdp`), and without `scalify`.
-      loss_logits: the dtype of the loss's logits in memory. None: FP32. compute: the
-        dtype of the matmuls, with half the memory traffic; computations on them are
-        FP32.
+      loss_logits: the dtype of the loss's logits in memory. compute: that of the
+        matmuls, with half the memory traffic; computations on them are FP32. auto:
+        compute in training on GPUs, else float32. None is float32, as runs before
+        "auto" saved it.
       init_std: the standard deviation of initial weights; divided by sqrt(2 L) for
         projections into the residual stream.
       value_gain: a power of two that multiplies the values, kernel and bias, and
@@ -94,7 +95,7 @@ class GPT2Spec(DecoderSpec):
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMAT_MODES)] = "none"
     keep_fp8_weights: bool = True
-    loss_logits: Literal["compute"] | None = None
+    loss_logits: Literal["auto", "compute", "float32"] | None = "auto"
     init_std: Annotated[float, more_than(0, "; GPT-2's is 0.02")] = 0.02
     value_gain: Annotated[float, POWER_OF_TWO] | None = None
     align_channels: Natural = 0
