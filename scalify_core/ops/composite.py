@@ -152,7 +152,7 @@ class Composite:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """Call the function."""
-        # The primitive binds arrays: a number of Python has no type on a mesh.
+        # JAX's custom_vjp takes no object that only has `__jax_array__`.
         args = jax.tree.map(jnp.asarray, args)
         args = _equally_varying(args)
         return self._differentiable(tuple(sorted(static.items())))(*args)
@@ -280,6 +280,8 @@ def _compiled(jaxpr: Any, call: CompositeCall) -> Callable:
 
 @composite_p.def_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: Any, call: CompositeCall) -> Sequence[Any]:
+    # A number of Python as a result is an array like others: weakly typed, it would take
+    # the dtype of its neighbors, FP16 say.
     return [aval.strip_weak_type() for aval in jaxpr.out_avals]
 
 
