@@ -280,8 +280,8 @@ def _compiled(jaxpr: Any, call: CompositeCall) -> Callable:
 
 @composite_p.def_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: Any, call: CompositeCall) -> Sequence[Any]:
-    # A number of Python as a result is an array like others: weakly typed, it would take
-    # the dtype of its neighbors, FP16 say.
+    # A number of Python as a result is an array like others. Weakly typed, it would
+    # take the dtype of its neighbors, FP16 say.
     return [aval.strip_weak_type() for aval in jaxpr.out_avals]
 
 
