@@ -193,7 +193,8 @@ def as_operand(x: Any) -> Any:
     if not x.is_static:
         scale = broadcast_scale(jnp.asarray(scale, jnp.float32), x)
         if scale.size == 1:
-            # One scale is a scalar, as rules for one scale of all elements want it.
+            # Of shape (1, 1) it would count as one that differs along axes, of which
+            # rules take the largest first: a reduction.
             scale = scale.reshape(())
     return value(jnp.asarray(x.data), scale)
 

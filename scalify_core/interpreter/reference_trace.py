@@ -262,8 +262,8 @@ def dtypes_of_results(reference: Any) -> list[np.dtype | None]:
     ]
 
 
-# The program that `scalify` evaluates: a jaxpr, and the dtypes of its results.
-# Its gradient is a program of the same kind: the backward pass, of both traces.
+# A program keeps both of its traces, because which products of its gradient are FP32 is
+# found in the same way: the backward passes of both are laid beside each other.
 
 _DIFFERENT = (
     "with arrays in the formats of its data it has other products, or in another order"

@@ -249,9 +249,11 @@ def bind_all(eqn: Any, *operands: Any) -> list[Any]:
     return [out]
 
 
-# An equation that computes in FP32 behind a user's cast to 16 bits.
+# Behind a user's cast the parameters and inner jaxprs of an equation say 16 bits, while
+# its operands here are logical numbers: so they are made to say FP32.
 
-# Reductions and scatters, by a function of two numbers that is an inner jaxpr.
+# Their inner jaxpr combines two numbers. It is no program of the user's that needs a
+# dtype, so it can be traced anew.
 COMBINERS = frozenset({"reduce", "reduce_window"}) | {
     f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")
 }

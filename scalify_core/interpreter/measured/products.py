@@ -162,7 +162,8 @@ def is_finer(parts: Parts, than: Parts) -> bool:
     return all(a >= b for a, b in zip(parts, than, strict=True))
 
 
-# A product under vmaps, as the call of a composite is.
+# A vmap makes an axis of the batch in the dimensions of a plain product. A composite
+# stays one call, of which its rule alone knows the axes of the vmaps around it.
 
 
 def vmap_labels(count: int) -> Labels:
@@ -255,7 +256,8 @@ def is_narrow_product(eqn: Any) -> bool:
         (axes, _), _ = params["dimension_numbers"]
         # A sum of one term would only be rounded.
         return any(eqn.invars[0].aval.shape[axis] != 1 for axis in axes)
-    # Groups of a convolution, such as the entries of a vmap, may have other sizes.
+    # Groups of a convolution, such as the entries of a vmap, may have other sizes,
+    # which FP32 holds without scales of their own.
     groups = params.get("feature_group_count", 1), params.get("batch_group_count", 1)
     return max(groups) == 1
 

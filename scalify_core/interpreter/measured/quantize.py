@@ -154,7 +154,7 @@ def _measured_masked(
     # On a CPU, XLA would compute `x` again in each kernel that reads it.
     (x,) = compiler_hints.materialize_once(x)
     fmt, top = FloatFormat.of(dtype), amax.top_of(dtype)
-    # -inf masks in every format, and has no part in a scale.
+    # -inf stays as it is: it has no part in a scale in any case (`unit_of`).
     is_mask = lax.bitwise_and(
         lax.le(x, np.float32(limit)), lax.gt(x, np.float32(-np.inf))
     )

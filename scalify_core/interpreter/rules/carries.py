@@ -314,8 +314,8 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
     # Squares: the mean squares of independent terms add up, their roots do not.
     *_, x, y, z = (0.0, 0.0, *(size**2 for size in sizes))
     rest = math.inf if length is None else length - len(sizes) + 1
-    # Sizes of Python have 53 bits: differences of a millionth are roundings, which a
-    # long loop would multiply.
+    # A difference of a millionth is a rounding, as sizes of constants are those of FP32
+    # numbers; a long loop would multiply it.
     if len(sizes) < 2 or rest <= 0 or abs(z - y) <= 1e-6 * z:
         return sizes[-1]
     a = (z - y) / (y - x) if abs(y - x) > 1e-6 * y else 1.0

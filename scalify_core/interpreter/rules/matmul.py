@@ -70,7 +70,7 @@ def _product(eqn: Any, a: Any, b: Any, *rest: Any) -> Value:
     (a, b), dtype = lifted(*map(v.scalar_scale, (a, b)))
     operands = as_traced(eqn, [formats.saturating_cast(x.data, dtype) for x in (a, b)])
     if eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize:
-        # the user cast to a narrow dtype, and wants a wide result
+        # `preferred_element_type` behind a cast: only the operands are to be rounded.
         dtype = eqn.outvars[0].aval.dtype
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     data = saturated(eqn.primitive.bind(*operands, *rest, **params))
