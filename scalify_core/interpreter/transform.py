@@ -97,7 +97,7 @@ def scalify(
     def scalified(*args: Any, **kwargs: Any) -> Any:
         call = call_of(fun, args, kwargs)
         if not any(map(is_scaled_array, call.leaves)):
-            # plain code, which a surrounding `scalify` sees as such
+            # Without a trace of its own: a `scalify` around it sees it as its own code.
             return asarray(fun(*args, **kwargs))
         # Outside of `jit` a wrong scale is named here, by its argument's path; under
         # `jit` the data reads as NaN.
@@ -123,6 +123,8 @@ def _checked(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[
     traced_leaves = {
         i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)
     }
+    # Numbers at hand are not differentiated, and each refusal is an equation in the
+    # program.
     if traced_leaves:
         for i, x in not_differentiable(traced_leaves, _OUTSIDE).items():
             out[i] = x
@@ -175,9 +177,14 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
     Leaves of arguments and results that are not traced (`is_array`), as the functions
     in an Equinox module, pass through as they are.
     """
+    # One leaf, since its data means nothing without its scale.
     every, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled_array)
+    # Traced, the numbers of an Equinox module would be parameters with gradients: a
+    # dropout's rate, which a weight decay moves, or an axis, which no longer serves as
+    # one.
     places = [i for i, x in enumerate(every) if is_array(x)]
-    # the leaves of the result, and its tree; arrays have been taken out
+    # A traced function returns arrays alone: what else the user's function returns, and
+    # its tree, leave the trace here.
     results: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
@@ -185,7 +192,10 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         for i, x in zip(places, leaves, strict=True):
             all_leaves[i] = x
         args, kwargs = jax.tree.unflatten(tree, all_leaves)
+        # A ScaledArray that the function made is no pair of leaves to give scales to.
         out, structure = jax.tree.flatten(asarray(fun(*args, **kwargs)))
+        # None stands for an array: trees have no None among their leaves. The second
+        # trace writes the same once more.
         results[:] = [
             [None if is_array(x) else _without_trace(x) for x in out],
             structure,
@@ -197,15 +207,19 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         return structure.unflatten([next(arrays) if x is None else x for x in rest])
 
     def names() -> list[str]:
+        # Only for a warning. The first key is that of the pair of args and kwargs.
         named = paths((args, kwargs))
         return [named[i].partition("]")[2] for i in places]
 
+    # For warnings and jaxprs; a partial has no name.
     flat.__name__ = getattr(fun, "__name__", "scalified")
     return FlatCall([every[i] for i in places], flat, unflatten, names)
 
 
 def _without_trace(x: Any) -> Any:
     """Return a leaf that is not traced; JAX may trace the gradient of integers."""
+    # `jax.grad(f, allow_int=True)` has such gradients, in a dtype that no equation
+    # takes.
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return np.zeros(x.shape, x.dtype)
     return x
