@@ -175,7 +175,7 @@ def _initial_carry(
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed carry before the first iteration, and its parts' forms."""
     if evaluate.measures:
-        init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
+        init = [to_form(x, wide_form([x])) for x in init]
         # FP32 at scale 1 in every iteration: a narrow carry would be measured and
         # rounded in each.
         forms = wide_carry_forms(lambda carry: shape_of(carry_after, carry), init)
