@@ -143,10 +143,9 @@ def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
         if name in PRODUCTS:
             # Not the dtypes, in which the two traces differ.
             shapes = tuple(x.aval.shape for x in eqn.invars)
-            params = eqn.params.items()
             # Products of square matrices have equal shapes whichever axes they sum
             # over.
-            dims = [str(x) for key, x in params if key.endswith("dimension_numbers")]
+            dims = [x for key, x in eqn.params.items() if key.endswith("_numbers")]
             products.append((i, (name, shapes, dims[0])))
         else:
             # Calls are compared whole: a cast adds equations to a trace, so products
