@@ -377,7 +377,7 @@ def known(x: Any) -> Any:
 def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
     """Return the number that fills each result, or None where it is unknown."""
     if eqn.primitive.name == "jit":
-        # `jnp.zeros_like` and its kind are jitted: their zeros must stay known.
+        # The zeros of a user's jitted function must not set a scale outside of it.
         return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
     if fold is None or None in operands or not is_float(eqn.outvars[0].aval):

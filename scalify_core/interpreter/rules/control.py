@@ -199,8 +199,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     specs = [
         _specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)
     ]
-    # Only the axes that this call made manual: JAX refuses those that a shard_map
-    # around it has.
+    # Only the axes that this call made manual: by default shard_map takes all axes of
+    # the mesh.
     mapped = functools.partial(
         jax.shard_map,
         mesh=params["mesh"],

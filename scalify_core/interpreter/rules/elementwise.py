@@ -223,7 +223,7 @@ def _odd(eqn: Any, x: Value) -> Value:
     (y,) = default(eqn, x)
     if sc.is_static(x.scale):
         # tanh and its kind are nearly linear below 1, and of size 1 above: at scale 1
-        # their results for x of 2^-20 were zeros in FP16.
+        # FP16 has no number for their results below 2^-25.
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return v.at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
