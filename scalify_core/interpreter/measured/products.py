@@ -70,8 +70,8 @@ def scales_of_result(
     (lhs, rhs), result = product_labels(eqn)
     scale = scale_for(a, lhs, result)
     if _GROUP in rhs and _shape(b)[rhs.index(_GROUP)] > 1:
-        # Each row is multiplied by the matrix of its group, and by the scale of that
-        # matrix.
+        # The result has no axis of groups: which matrix's scale belongs to a row is
+        # known at run time only.
         group = rhs.index(_GROUP)
         (rows,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
         ids = _group_of_each(group_sizes, a.shape[rows])
@@ -94,7 +94,8 @@ def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
         # Groups may have other sizes for each entry of the batch.
         rhs[axis] = _GROUP if ranks[2] == 1 else None
     if len(result) < len(eqn.outvars[0].aval.shape):
-        # A contracted axis is grouped: the groups come first.
+        # A contracted axis is grouped, as for the gradient of the matrices: JAX puts an
+        # axis of groups in front.
         result = [None, *result]
     return (lhs, rhs), result
 
