@@ -339,7 +339,8 @@ def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
     """
     precision = eqn.params["precision"]
     names_algorithm = precision is not None and not isinstance(precision, tuple)
-    # A named algorithm says what the product is to read.
+    # A named algorithm reads a format of its own, for which only stored operands have
+    # scales.
     if eqn.primitive.name == "ragged_dot_general" or names_algorithm:
         return False
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)

@@ -46,6 +46,8 @@ def _summed_products(data: Any, a: Value, b: Value, count: float, dtype: Any) ->
         # data.
         scale, beyond = sc.product_and_rest(a.multiple, b.multiple)
         data = sc.times(data, beyond)
+    # To the nearest power of two, and not within an octave as elementwise results: the
+    # kernel of the product multiplies it in, so it saves no operation to leave it out.
     return v.settled(data, scale, rms, dtype, slack=math.sqrt(2))
 
 
