@@ -181,7 +181,7 @@ def value(
         dtype = data.dtype
     base, multiplier = as_multiple(scale)
     static = None
-    if is_static(scale):
+    if isinstance(scale, float):
         # What is left of a static size stands in `expected_rms`: no number at run time.
         base, static, rms_correction = None, scale, None
     return Value(
