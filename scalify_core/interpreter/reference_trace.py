@@ -83,6 +83,8 @@ def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
+    # The last frame is JAX's own, as a line of its linalg.py: it does not filter what
+    # `trace` raises.
     frames = [
         frame
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -207,6 +207,8 @@ def _sizes(name: str, x: Value) -> tuple[Any, float]:
     """
     if sc.is_static(x.scale):
         return activated(name, x.size)
+    # Near zero GELU and SiLU halve their argument, and of large numbers they keep 0.71
+    # as relu does: half an octave apart, which is what this may be off by.
     return (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
 
 
@@ -233,6 +235,8 @@ def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
     if bias is None:
         return x, None, x
     bias = as_value(bias, x)
+    # Not added here: the function adds it, or XLA would store its argument twice, with
+    # the bias and without.
     scale, rms, _ = v.hypot(x, bias)
     return x, bias, v.value(x.data, scale, rms, x.dtype)
 
@@ -252,6 +256,7 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if bias is None:
         return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
     rows = math.prod(x.shape[:-1])
+    # FP32 for the bias, as for others: a sum over all rows, whose terms may agree.
     results = [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))]
     dx, dbias = on_gradient(call, results, (x, bias), gradient)
     dx = v.narrow(dx)
