@@ -56,7 +56,6 @@ def _inside(eqn: Any, results: Marks, question: Question) -> tuple[Marks, Marks]
         first = params["body_nconsts"]
         body = params["body_jaxpr"]
         outs, operands = _loop(body, results, first, len(results), question)
-        # A condition makes a boolean: no number that it reads is stored for it.
         return outs, (False,) * params["cond_nconsts"] + operands
     if name == "cond":
         branches = [_body(x, results, question) for x in params["branches"]]
