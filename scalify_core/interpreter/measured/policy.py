@@ -256,7 +256,8 @@ def _move(eqn: Any, x: Value, *rest: Any) -> list[Any]:
             dtype = v.result_dtype(x)  # of FP8 data: FP16, for later arithmetic
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
-    # Not stored: the FP32 data moves, and so do its copies, which products read.
+    # Behind a move, too, all readers but products want every digit: the FP32 data moves
+    # beside its copies.
     out = wide_results(eqn, x, *rest)
     # A product behind the move reads the same copy as one in front of it: else it would
     # be measured and written once more.

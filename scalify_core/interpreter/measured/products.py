@@ -244,7 +244,8 @@ MOVES = frozenset(
 KEEP_AXES = frozenset(
     {"copy", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"}
 )
-# A reader of the entire result reads the entire operand.
+# Not slices: in a copy of the whole operand a slice would have the scale of the largest
+# element outside of it.
 _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 
 
