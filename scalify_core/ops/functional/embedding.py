@@ -18,8 +18,8 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
         table: [V, D], any float dtype.
-        ids: [...], integers in [0, V); an id outside gives a row of NaN, so that it
-            cannot go unnoticed.
+        ids: [...], integers in [0, V); an id from V on gives a row of NaN, so that it
+            cannot go unnoticed. A negative one counts from the end, as in NumPy.
 
     Returns:
         [..., D] in the dtype of the table. The gradient of the table adds up in FP32,
@@ -117,8 +117,8 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"rope: tables {cos.shape} and {sin.shape} for x {x.shape}: expected"
             f" {expected} each"
         )
-    # Tables that a program computes from positions would otherwise ask for gradients
-    # that `_rope_bwd` has not.
+    # `_rope_bwd` gives the tables no gradient; without this a second derivative would
+    # have one all the same.
     return _rope(x, jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin))
 
 
