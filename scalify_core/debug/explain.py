@@ -213,8 +213,8 @@ class Recorder(precision_warnings.Observer):
             # A JAX transformation that is tracing this has no numbers.
             if inside is None or isinstance(lax.full((), 0), jax.core.Tracer):
                 return run()
-            # With jit again: outside of it a composite is a jitted function that binds
-            # the same composite, without end where jit is disabled.
+            # With jit again: outside of it a composite is compiled as a function that
+            # binds it, and without jit would call itself for ever.
             with jax.disable_jit(False), precision_warnings.watching(None):
                 tensors = self._tensors_of(jaxpr, args, inside)
                 self._frame = frame = _Frame(tensors, inside.place, inside.path)
