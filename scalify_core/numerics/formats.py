@@ -488,8 +488,6 @@ def _pow2_number(x: float, up_from: float) -> float:
     return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)
 
 
-# Plain arrays and their formats: casts that saturate, and uniform constants.
-
 _F32 = np.dtype(np.float32)
 
 

@@ -111,7 +111,7 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     # Zeros stay zeros: otherwise the product of zeros and a large scale would look like
     # a number of moderate size, and set the scale of a sum.
     zeros = lax.lt(smaller, np.float32(LEAST_NONZERO_SCALE))
-    # A scale that is not of zeros stays within [2^-125, 2^125].
+    # Not at 2^-126: a small product must not be taken for one of zeros.
     clipped = lax.clamp(
         np.float32(LEAST_NONZERO_SCALE),
         lax.mul(a, b),
