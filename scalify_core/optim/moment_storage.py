@@ -44,8 +44,9 @@ from scalify_core.optim.weights import (
 _SQUARE_FLOOR = 2.0**-120
 
 
-# Returns the largest magnitude of each array, FP32 [number of arrays]. Its arguments:
-# groups of arrays, each the moments of one parameter, and the parameters' paths.
+# How the largest magnitude of each array is found, FP32 [number of arrays]: arrays that
+# are split over devices move their maxima alone. Arguments: groups of arrays, each the
+# moments of one parameter, and the parameters' paths.
 AmaxFn = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
 
 

@@ -49,7 +49,8 @@ from scalify_core.numerics.scales import (
 
 Rounding = Literal["nearest", "stochastic"]
 
-# A run-time scale moves down when the largest element of the data is below this.
+# A run-time scale moves down when the largest element of the data is below this. At a
+# fixed scale, weights that shrink by a tenth a step leave FP16 at 2^-24.
 LEAST = 2.0**-4
 # Elements. Below this, XLA may merge the arithmetic of many arrays into one kernel.
 LARGE = 2**16
@@ -256,7 +257,7 @@ def _added(
     if fmt is not FP32:
         total = round_to(total, fmt, rounding, words)
     if rest is not None:
-        # The remainder is what the rounding takes away.
+        # As a value, and not over the scale, which may move before the next update.
         rest = (_remainder(exact, fmt) * spread).astype(rest.dtype)
     return total, scale, rest
 
