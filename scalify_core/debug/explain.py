@@ -140,7 +140,8 @@ class Recorder(precision_warnings.Observer):
         self.tolerance = tolerance
         self.evaluate = Evaluator(measures, self)
         self.rows: dict[tuple, Row] = {}
-        # The place where booleans or integers first differ from plain FP32.
+        # Booleans and integers have no error to measure: only the first place where
+        # they differ is told.
         self.first_difference: str | None = None
         self._count = 0
         self._inside: _Inside | None = None

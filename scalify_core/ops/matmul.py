@@ -484,7 +484,7 @@ def dot_fp8(
             lhs, rhs = (
                 compiler_hints.kept_narrow(x).astype(wide) for x in (lhs8, rhs8)
             )
-            # the highest: no fast accumulation
+            # XLA accumulates fast unless the precision is the highest.
             exact = None if fast else lax.Precision.HIGHEST
             out = product(
                 lhs * np.asarray(alpha, wide),

@@ -141,9 +141,6 @@ def _rope_bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tu
 _rope.defvjp(lambda x, cos, sin: (_rope.fun(x, cos, sin), (cos, sin)), _rope_bwd)
 
 
-# Storage of arrays in their own format in compiled programs.
-
-
 @composite(cuda=compiler_hints.barrier)
 def materialized(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, it is written once, in its own format, and read from memory.
