@@ -85,7 +85,8 @@ class Stored:
     sqrt: bool = False
     rounding: Rounding = "stochastic"
     relative_to: str | None = None
-    largest_quotient: float | None = 28.0  # above Adam's quotients and roundings
+    # Above Adam's quotients and roundings; 448 / 16, so E4M3's scale is exactly 2^-4.
+    largest_quotient: float | None = 28.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a format that cannot be stored or an unknown
