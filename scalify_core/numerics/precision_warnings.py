@@ -73,6 +73,7 @@ def losses(unrounded: Any, narrowed: Any) -> jax.Array:
     x_unit = jnp.where(finite, x, 0) / jnp.where(peak > 0, peak, 1)
     flushed = (x > 0) & (y == 0)
     squares = jnp.square(x_unit)
+    # All zeros lose nothing; 0 / 0 would be NaN.
     norm = jnp.sqrt(
         jnp.sum(squares, where=flushed)
         / jnp.maximum(jnp.sum(squares), np.float32(1e-30))
@@ -144,7 +145,7 @@ def _warn_once(text: str) -> None:
 def _not_held(
     x: jax.Array, data: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the share of nonzero elements that become zero, and of the norm that
+    """Return the share of the elements that become zero, and of the norm that
     saturates.
     """
     x = jnp.asarray(x, jnp.float32)
