@@ -237,13 +237,11 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_chunks(folder: Path, names: Iterable[str]) -> None:
-    """Raise UserError for stored arrays whose chunks are larger than the arrays.
-
-    Also raise it for an index of them that is larger than what is stored.
+    """Check that no stored array has chunks larger than itself, before it is read.
 
     TensorStore decodes whole chunks, and the array's own metadata gives their size, so
-    a small file could fill the memory. It is asked for no list of what is stored, which
-    could be as large.
+    a small file could fill the memory. The index of the arrays is checked first. A list
+    of the arrays is not read: it could be as large.
 
     Args:
       folder: that of a checkpoint's arrays, in the formats that `Checkpointer` writes:
@@ -253,7 +251,8 @@ def check_chunks(folder: Path, names: Iterable[str]) -> None:
     Raises:
       UserError: a chunk is larger than its array, its elements are larger than any
         number, or an array is in another format.
-      Exception: of any class, if the files are damaged, or the index is too large.
+      IndexTooLargeError: the index expands to more bytes than are stored.
+      Exception: of any class, if the files are damaged.
     """
     import tensorstore
 
