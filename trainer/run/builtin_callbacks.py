@@ -39,7 +39,7 @@ def numerics(
 ) -> Callback:
     """Return the callback of per-layer numerics.
 
-    `measure` takes the state, a batch and that batch's step.
+    `measure` takes the state, a batch, and its step as in `StepInputs`.
     """
     return Callback(
         "numerics",

@@ -100,7 +100,7 @@ class Recovery(NamedTuple):
         among those steps, its step, and the train step compiled for it (None: the one
         in use fits). The argument `state` is deleted.
       diagnose: `diagnose(state, batch, step)` returns a description of the first bad
-        tensor of a step that is not finite.
+        tensor of a step that is not finite; `step` as in `StepInputs`.
     """
 
     watchdog: Watchdog

@@ -28,7 +28,8 @@ class StepInputs(NamedTuple):
 
     Attributes:
       lr: learning rate, FP32.
-      step: step number, int32.
+      step: step number, int32, counted from 0 as in every compiled function. The loop
+        and its messages count from 1.
       seed: the run's seed, uint32, for stochastic rounding. Dropout uses
         `TrainState.key`.
     """
