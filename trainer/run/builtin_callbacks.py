@@ -16,7 +16,7 @@ from trainer.files import well_formed
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
-from trainer.run.metadata import Totals
+from trainer.run.totals import Totals
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens

@@ -13,8 +13,8 @@ from trainer.observe.throughput import Throughput
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.metadata import Totals
 from trainer.run.shutdown import Timeouts
+from trainer.run.totals import Totals
 from trainer.run.watchdog import Watchdog
 from trainer.step.schedule import LearningRates
 from trainer.step.state import TrainState

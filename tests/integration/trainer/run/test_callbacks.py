@@ -10,7 +10,7 @@ import pytest
 from trainer.observe.records import decode_row, encode_row, is_row
 from trainer.run import loop
 from trainer.run.callbacks import Callback, CallbackKind
-from trainer.run.metadata import Totals
+from trainer.run.totals import Totals
 
 ROW = {"train/loss": 2.0}
 
