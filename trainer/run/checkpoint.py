@@ -39,13 +39,13 @@ from trainer.files import (
 )
 from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
 from trainer.run.checkpoint_manifest import (
-    ALTERED,
+    MANIFEST_DAMAGED,
     CheckpointManifest,
     best_step,
     check_not_removed,
     comparable_loss,
-    digest_of,
     intact_manifest,
+    manifest_file,
     metrics_of,
     sealed,
     store_metrics,
@@ -267,7 +267,7 @@ class Checkpointer:
         `unfinished`, and add only the loss, which was measured before the change.
         """
         folder = self.directory / str(step)
-        file = folder / "manifest" / "metadata"
+        file = manifest_file(folder)
         saved = parse_json(read_file(file))
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
@@ -439,7 +439,7 @@ class Checkpointer:
             if not _has_metadata(folder):
                 problem = "its metadata is unreadable"
             elif manifest is None and not self._read_only:
-                problem = ALTERED
+                problem = MANIFEST_DAMAGED
             if problem is not None:
                 problem = f"checkpoint {folder.name} is damaged ({problem})"
                 effect = "using the one before it"
@@ -490,23 +490,10 @@ class Checkpointer:
         logger.warning("%s: moved to %s, %s", problem, moved, effect)
 
     def _read_manifest(self, step: int) -> CheckpointManifest:
-        try:
-            manifest = self._manager.restore(
-                step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
-            )["manifest"]
-            intact = (
-                manifest.pop("digest") == digest_of(manifest)
-                and manifest["step"] == step > 0  # no checkpoint has step 0
-                and "format" in manifest
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # a damaged file can raise anything
-            raise DamagedCheckpointError(
-                f"manifest unreadable: {type(error).__name__}"
-            ) from error
-        if not intact:
-            raise DamagedCheckpointError(ALTERED)
+        manifest = intact_manifest(self.directory / str(step))
+        # No checkpoint has step 0.
+        if manifest is None or not manifest["step"] == step > 0:
+            raise DamagedCheckpointError(MANIFEST_DAMAGED)
         if manifest["format"] not in READABLE:
             raise UserError(
                 f"checkpoint {step} in {self.directory} has format"
@@ -516,7 +503,7 @@ class Checkpointer:
         where = f"checkpoint {step} in {self.directory}"
         with well_formed(where, ADVICE):
             current = as_current(manifest)
-        meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
+            meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
         return CheckpointManifest(step, meta, leaves)
 
     def _check_match(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.files import parse_json, read_file, write_atomically
 
-ALTERED = "manifest altered since it was written"
+MANIFEST_DAMAGED = "its manifest is missing, unreadable or altered"
 ROWS = "rows"
 
 
@@ -44,17 +44,24 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "digest": digest_of(content)}
 
 
+def manifest_file(folder: Path) -> Path:
+    """Return Orbax's file of a checkpoint's manifest."""
+    return folder / "manifest" / "metadata"
+
+
 def intact_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint; None if it is unreadable or altered."""
+    """Return the manifest of a checkpoint, without its digest.
+
+    None: it is missing, unreadable or altered.
+    """
     try:
-        manifest: dict[str, Any] = parse_json(
-            read_file(folder / "manifest" / "metadata")
-        )
+        manifest: dict[str, Any] = parse_json(read_file(manifest_file(folder)))
         is_intact = manifest.pop("digest") == digest_of(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     has_meta = isinstance(manifest.get("meta"), dict)
-    return manifest if is_intact and has_meta else None
+    has_keys = {"step", "format"} <= manifest.keys()
+    return manifest if is_intact and has_meta and has_keys else None
 
 
 def stored_loss(folder: Path) -> float | None:
@@ -135,8 +142,8 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
         if manifest is None:
             check_not_removed(folder)
             raise UserError(
-                f"checkpoint {step} is damaged ({ALTERED}), so that the best one is not"
-                f" known; choose one by its step, or remove {folder}"
+                f"checkpoint {step} is damaged ({MANIFEST_DAMAGED}), so that the best"
+                f" one is not known; choose one by its step, or remove {folder}"
             )
         loss = validation_loss(folder, manifest)
         if loss is not None:
