@@ -123,15 +123,15 @@ class Checkpointer:
     ) -> None:
         self.directory = directory.resolve()
         self._read_only = read_only
-        self._saving: int | None = None
+        self._saving_step: int | None = None
         self._has_failed = False
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        newest, loss = LatestN(keep), comparable_loss(validation_rows)
+        newest, loss_fn = LatestN(keep), comparable_loss(validation_rows)
         # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
         best = BestN(
-            get_metric_fn=loss,
+            get_metric_fn=loss_fn,
             reverse=True,
             n=1,
             keep_checkpoints_without_metrics=False,
@@ -140,7 +140,7 @@ class Checkpointer:
             preservation_policy=(
                 AnyPreservationPolicy([newest, best]) if keep_best else newest
             ),
-            best_fn=loss,  # makes Orbax store the metrics
+            best_fn=loss_fn,  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
@@ -172,7 +172,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps of committed checkpoints, ascending."""
-        return sorted(s for s in self._manager.all_steps() if s != self._saving)
+        return sorted(s for s in self._manager.all_steps() if s != self._saving_step)
 
     @property
     def best_step(self) -> int | None:
@@ -247,7 +247,7 @@ class Checkpointer:
             state=ocp.args.PyTreeSave(stored),
             manifest=ocp.args.JsonSave(sealed(manifest)),
         )
-        self._saving = step
+        self._saving_step = step
         try:
             self._manager.save(
                 step,
@@ -279,7 +279,7 @@ class Checkpointer:
         if saved["leaves"] != manifest["leaves"]:
             manifest = saved
         completed = sealed({**manifest, "val_loss": val_loss})
-        self._saving = step
+        self._saving_step = step
         try:
             if jax.process_index() == 0:
                 if val_loss is not None:
@@ -287,27 +287,27 @@ class Checkpointer:
                 write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
-        self._saving = None
+        self._saving_step = None
         multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
         self._manager.reload()
 
     def check(self) -> None:
         """Raise the UserError of a background save that has failed, without waiting."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._saving_step is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the background save is committed; raise UserError if it failed."""
-        if self._saving is None:
+        if self._saving_step is None:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # anything may have stopped the background thread
             raise self._save_error(error) from error
-        self._saving = None
+        self._saving_step = None
 
     def _save_error(self, error: Exception) -> UserError:
-        step, self._saving, self._has_failed = self._saving, None, True
+        step, self._saving_step, self._has_failed = self._saving_step, None, True
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
@@ -405,16 +405,15 @@ class Checkpointer:
                 return read(step)
             except DamagedCheckpointError as damage:
                 path = self.directory / str(step)
-                problem = f"checkpoint {step} is damaged ({damage})"
                 if is_required:
                     check_not_removed(path)
                     raise UserError(
-                        f"{problem}; use another one, or remove {path}"
+                        f"checkpoint {step} is damaged ({damage}); use another one, or"
+                        f" remove {path}"
                     ) from damage
                 # The run will save this step again, so one process moves it away.
                 if self._read_only or jax.process_index() == 0:
-                    effect = "using the one before it"
-                    self._set_aside(path, str(step), problem, effect)
+                    self._set_checkpoint_aside(path, str(damage))
                 multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
                 self._manager.reload()
         raise UserError(
@@ -435,16 +434,13 @@ class Checkpointer:
         for folder in folders:
             if not folder.name.isdecimal():
                 continue
-            manifest, problem = intact_manifest(folder), None
-            if not _has_metadata(folder):
-                problem = "its metadata is unreadable"
+            manifest = intact_manifest(folder)
+            if not _has_commit_time(folder):
+                self._set_checkpoint_aside(folder, "its metadata is unreadable")
             elif manifest is None and not self._read_only:
-                problem = MANIFEST_DAMAGED
-            if problem is not None:
-                problem = f"checkpoint {folder.name} is damaged ({problem})"
-                effect = "using the one before it"
-                self._set_aside(folder, folder.name, problem, effect)
+                self._set_checkpoint_aside(folder, MANIFEST_DAMAGED)
             else:
+                # A reader reports an altered manifest when it needs that step.
                 self._check_loss(folder, manifest or {})
         multihost_utils.sync_global_devices("checkpoints are readable")
 
@@ -453,10 +449,9 @@ class Checkpointer:
 
         Restore it from there. Move it away if the manifest has no loss.
         """
-        loss = stored_loss(folder)
-        if loss == manifest.get("val_loss", loss):
+        loss, expected = stored_loss(folder), validation_loss(folder, manifest)
+        if loss == expected:
             return
-        expected = validation_loss(folder, manifest)
         step = folder.name
         if self._read_only and loss is None:
             return  # `best_step` takes it from the manifest
@@ -471,6 +466,10 @@ class Checkpointer:
             " restored from its manifest",
             step,
         )
+
+    def _set_checkpoint_aside(self, folder: Path, damage: str) -> None:
+        problem = f"checkpoint {folder.name} is damaged ({damage})"
+        self._set_aside(folder, folder.name, problem, "using the one before it")
 
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory to `damaged/NAME-0`, or to the next free number.
@@ -562,8 +561,8 @@ class Checkpointer:
         return state
 
 
-def _has_metadata(folder: Path) -> bool:
-    """Return whether Orbax can read the time at which a checkpoint was committed."""
+def _has_commit_time(folder: Path) -> bool:
+    """Return whether Orbax, which sorts checkpoints by it, can read the time."""
     try:
         step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
         return step.commit_timestamp is not None
