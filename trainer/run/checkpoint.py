@@ -361,7 +361,7 @@ class Checkpointer:
             tree = target(manifest.meta) if callable(target) else target
             self._check_match(candidate, tree, manifest.leaves, partial=partial)
             check_size(self.directory / str(candidate), tree)
-            state = self._arrays(candidate, tree, manifest.leaves)
+            state = self._read_state(candidate, tree, manifest.leaves)
             return Restored(candidate, state, manifest.meta)
 
         if candidates is None:
@@ -506,13 +506,13 @@ class Checkpointer:
         return CheckpointManifest(step, meta, leaves)
 
     def _check_match(
-        self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool
+        self, step: int, target: Any, saved_leaves: dict[str, Any], *, partial: bool
     ) -> None:
         """Raise UserError if the target differs from the saved leaves. Orbax itself
         would cast dtypes silently.
         """
         difference = state_tree.mismatch(
-            state_tree.describe(target), saved, partial=partial
+            state_tree.describe(target), saved_leaves, partial=partial
         )
         if difference is not None:
             raise UserError(
@@ -520,14 +520,14 @@ class Checkpointer:
                 " the configuration it was saved with"
             )
 
-    def _arrays(self, step: int, target: Any, saved: dict[str, dict[str, Any]]) -> Any:
+    def _read_state(self, step: int, target: Any, saved_leaves: dict[str, Any]) -> Any:
         names = state_tree.leaf_names(target)
         leaves, structure = jax.tree.flatten(target)
-        placed = {
+        abstract = {
             name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)
         }
-        stored_names = {name: saved[name].get(STORED_AS, name) for name in names}
-        stored = {stored_names[name]: x for name, x in placed.items() if x.size}
+        stored_names = {name: saved_leaves[name].get(STORED_AS, name) for name in names}
+        stored = {stored_names[name]: x for name, x in abstract.items() if x.size}
         args = ocp.args.PyTreeRestore(
             stored,
             restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -540,7 +540,7 @@ class Checkpointer:
                 name: items["state"][stored_names[name]]
                 if x.size
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-                for name, x in placed.items()
+                for name, x in abstract.items()
             }
             computed = checksums([arrays[name] for name in names])
         except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
@@ -550,11 +550,11 @@ class Checkpointer:
                 f"state unreadable: {type(error).__name__}"
             ) from error
         for name, checksum in zip(names, computed, strict=True):
-            if checksum != saved[name]["checksum"]:
+            if checksum != saved_leaves[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):
             if state_tree.is_key(leaf):
-                impl = saved[name]["impl"]
+                impl = saved_leaves[name]["impl"]
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
         state = jax.tree.unflatten(structure, [arrays[name] for name in names])
         state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
