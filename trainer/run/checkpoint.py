@@ -46,11 +46,11 @@ from trainer.run.checkpoint_manifest import (
     comparable_loss,
     intact_manifest,
     manifest_file,
+    manifest_loss,
     metrics_of,
+    orbax_loss,
     sealed,
     store_metrics,
-    stored_loss,
-    validation_loss,
 )
 from trainer.run.metadata import (
     ADVICE,
@@ -106,8 +106,8 @@ class Checkpointer:
       directory: made if missing. Raises UserError if it cannot be written.
       keep: number of newest checkpoints to keep.
       keep_best: whether to keep the one with the lowest validation loss too.
-      validation_rows: sequences of a validation batch, for `keep_best`; None: losses of
-        any number are compared.
+      validation_rows: sequences of a validation batch; `keep_best` compares only losses
+        over as many. None: it compares all losses.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -445,11 +445,11 @@ class Checkpointer:
         multihost_utils.sync_global_devices("checkpoints are readable")
 
     def _check_loss(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Compare Orbax's file of the validation loss with the manifest.
+        """Restore Orbax's file of the validation loss if it differs from the manifest.
 
-        Restore it from there. Move it away if the manifest has no loss.
+        If the manifest has no loss, move the file away.
         """
-        loss, expected = stored_loss(folder), validation_loss(folder, manifest)
+        loss, expected = orbax_loss(folder), manifest_loss(folder, manifest)
         if loss == expected:
             return
         step = folder.name

@@ -64,10 +64,10 @@ def intact_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if is_intact and has_meta and has_keys else None
 
 
-def stored_loss(folder: Path) -> float | None:
-    """Return the validation loss in Orbax's file, by which the best checkpoint is kept.
+def orbax_loss(folder: Path) -> float | None:
+    """Return the validation loss in Orbax's file of the metrics.
 
-    None: there is no file. NaN: it is damaged.
+    None: there is no file. NaN: the file is damaged.
     """
     try:
         loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
@@ -79,7 +79,7 @@ def stored_loss(folder: Path) -> float | None:
 
 
 def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return what Orbax stores of a validation; None: there was none."""
+    """Return the metrics that Orbax stores; None: there was no validation."""
     if manifest["val_loss"] is None:
         return None
     rows = validation_rows(manifest)
@@ -93,15 +93,17 @@ def validation_rows(manifest: Mapping[str, Any]) -> int | None:
 
 
 def store_metrics(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write Orbax's file of a validation."""
+    """Write Orbax's file of the metrics."""
     (folder / "metrics").mkdir(exist_ok=True)
     text = json.dumps(metrics_of(manifest))
     write_atomically(folder / "metrics" / "metrics", text)
 
 
 def comparable_loss(rows: int | None) -> Callable[[Mapping[str, float]], float]:
-    """Return the function of `metrics_of` by which Orbax keeps the best checkpoint: the
-    loss, or infinity if another number of `rows` was read. None: of any number.
+    """Return the function that ranks metrics, so that Orbax keeps the best checkpoint.
+
+    It returns the loss; infinity if a validation batch had another number of rows than
+    `rows`. None: losses of any number of rows are compared.
     """
 
     def loss(metrics: Mapping[str, float]) -> float:
@@ -111,12 +113,12 @@ def comparable_loss(rows: int | None) -> Callable[[Mapping[str, float]], float]:
     return loss
 
 
-def validation_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
-    """Return the validation loss of a checkpoint by its manifest; None: it has none.
+def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
+    """Return the validation loss in a checkpoint's manifest; None: it has none.
 
-    Manifests of earlier versions lack the key, and Orbax's file is believed.
+    Manifests of earlier versions lack the key: then Orbax's file has the loss.
     """
-    loss = manifest.get("val_loss", stored_loss(folder))
+    loss = manifest.get("val_loss", orbax_loss(folder))
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
@@ -145,7 +147,7 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
                 f"checkpoint {step} is damaged ({MANIFEST_DAMAGED}), so that the best"
                 f" one is not known; choose one by its step, or remove {folder}"
             )
-        loss = validation_loss(folder, manifest)
+        loss = manifest_loss(folder, manifest)
         if loss is not None:
             losses[step] = loss
             rows[step] = validation_rows(manifest)
