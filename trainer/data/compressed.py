@@ -5,6 +5,7 @@ All readers resume at a position in a file, and compressed bytes have no positio
 
 import gzip
 import hashlib
+import os
 import shlex
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +23,7 @@ from trainer.files import (
 )
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = (*CODECS, ".zip")  # of files that hold another file
 # A file may hold up to this many times its bytes, or TEXT_BYTES if these are more. Text
 # is compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
 MAX_DECOMPRESSION = 100
@@ -147,12 +149,14 @@ def check_no_compressed_duplicates(paths: Collection[Path]) -> None:
 
     One file could be validated on while the other is trained on.
     """
-    compressed = [path for path in paths if path.suffix.lower() in CODECS]
-    files = {path: path for path in paths if path.suffix.lower() not in CODECS}
+    # Paths may spell one directory in several ways.
+    places = {path: Path(os.path.realpath(path.parent), path.name) for path in paths}
+    compressed = [path for path in paths if path.suffix.lower() in SUFFIXES]
+    files = {places[path]: path for path in paths if path not in compressed}
     for path in compressed:
-        other = files.setdefault(path.with_suffix(""), path)
+        other = files.setdefault(places[path].with_suffix(""), path)
         if other != path:
             raise UserError(
-                f"{path} has the content of {other} by its name; leave one out of"
-                " data.paths"
+                f"{path} has the content of {other} by its name, which would be read"
+                " twice; leave one of them out"
             )

@@ -1,6 +1,9 @@
 """No text is left out, ends another or loses a character without a word."""
 
+import errno
+import gzip
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +22,9 @@ from tokenizers import (
 from trainer.cli.prepare_data import describe
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
+from trainer.data.corpus import open_corpus
 from trainer.data.files import expand
+from trainer.data.hub_data import local_files
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.preparation import SEARCHED, note_special_tokens
 from trainer.data.tokenizer import TRIED, changed_characters
@@ -53,6 +58,42 @@ def test_a_link_that_leads_nowhere_is_no_text_less(tmp_path):
             UserError, match=r"c\.txt is a link to .*/blobs/c, where no"
         ):
             expand((str(paths),))
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.txt", "*/*.txt", "*/b.txt"])
+def test_texts_in_a_directory_that_cannot_be_listed_are_not_left_out(
+    tmp_path, monkeypatch, pattern
+):
+    folder = write(tmp_path / "texts", {"a.txt": "a", "closed/b.txt": "b"})
+    path = str(folder / pattern)
+    assert folder / "closed" / "b.txt" in expand((path,))
+    fail_to_list(monkeypatch, "closed")
+    message = r"closed cannot be listed \(Input/output error\), so that its files would"
+    with pytest.raises(UserError, match=message):
+        expand((path,))
+    with pytest.raises(UserError, match=message):
+        local_files(folder)
+    assert expand((str(folder / "*.txt"),)) == [folder / "a.txt"]
+
+
+def fail_to_list(monkeypatch, name):
+    """Let the disk fail at a directory, which glob and os.walk take for an empty one."""
+    scandir = os.scandir
+
+    def failing(path="."):
+        if str(path).rstrip("/").endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+
+
+def test_a_text_whose_directory_is_spelled_in_two_ways_is_not_read_twice(tmp_path):
+    folder = write(tmp_path / "texts", {"a.txt": "a", "a.txt.gz": gzip.compress(b"a")})
+    (tmp_path / "link").symlink_to(folder)
+    source = TextSource((str(folder / "a.txt"), str(tmp_path / "link" / "a.txt.gz")))
+    with pytest.raises(UserError, match=r"a\.txt\.gz has the content of .*read twice"):
+        open_corpus(source, tmp_path / "cache")
 
 
 def test_a_nul_in_a_text_ends_no_document(tmp_path):

@@ -503,14 +503,6 @@ def test_names_of_files_and_directories_mean_nothing(tmp_path, folder):
         assert read(tmp_path, tmp_path / folder / name) == ["text"]
 
 
-def test_a_directory_that_may_not_be_read_is_not_silently_empty(tmp_path, monkeypatch):
-    folder = write(tmp_path / "texts", {"a.txt": "a", "closed/b.txt": "b"})
-    # the superuser may read all
-    monkeypatch.setattr("os.access", lambda path, _: not str(path).endswith("closed"))
-    with pytest.raises(UserError, match=r"closed is a directory that you may not read"):
-        expand((str(folder),))
-
-
 def test_a_text_that_the_disk_had_no_room_for_is_not_kept(tmp_path):
     """Linux writes what fits, and refuses the next write only."""
     content = ("some text\n" * 1000).encode()
