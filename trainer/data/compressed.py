@@ -50,7 +50,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     # Names with a dot are not read, so the cache may lie inside a directory of texts.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
-    if is_intact(target, record):
+    if is_intact(target, record, key):
         return target
     limit = max(TEXT_BYTES, MAX_DECOMPRESSION * size_on_disk)
     try:
@@ -65,7 +65,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 file.write(block)
-        write_atomically(record, digest_of(target))
+        write_atomically(record, record_of(target, key))
     except OSError as error:
         raise UserError(
             f"cannot decompress {path} into {target.parent} ({error.strerror}); make"
@@ -74,18 +74,20 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     return target
 
 
-def digest_of(path: Path) -> str:
-    """Return a digest of the content of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+def record_of(target: Path, key: str) -> str:
+    """Return the record of a file in the cache: the key of the compressed file, and a
+    digest of the content.
+    """
+    with target.open("rb") as file:
+        return f"{key} {hashlib.file_digest(file, hashlib.blake2b).hexdigest()}"
 
 
-def is_intact(target: Path, record: Path) -> bool:
-    """Return whether a file in the cache has the digest of its record."""
+def is_intact(target: Path, record: Path, key: str) -> bool:
+    """Return whether a file in the cache is that of its record and key."""
     return (
         target.is_file()
         and record.is_file()
-        and record.read_bytes() == digest_of(target).encode()
+        and record.read_bytes() == record_of(target, key).encode()
     )
 
 

@@ -99,23 +99,23 @@ def is_hidden(path: Path, folder: Path) -> bool:
 
 
 def open_builder(
-    source: "HubSource", local: Sequence[Path], content: str
+    source: "HubSource", local: Sequence[Path], cache_key: str
 ) -> "DatasetBuilder":
     """Return the reader of a hub data set; print how it differs from `data=text`.
 
     Args:
       source: the data set.
       local: the files of a local directory; empty for a data set of the hub.
-      content: the fingerprint of the corpus.
+      cache_key: a digest of the corpus, its column and the times of its files.
 
     Raises:
       UserError: the data set's README.md names files elsewhere.
     """
     import datasets
 
-    # A cache for each content and column: `datasets` recognizes changed files by their
-    # times only, and a table of another program or column was not checked.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, content)
+    # A cache of its own: `datasets` recognizes changed files by their times of
+    # modification only, and a table of another program or column was not checked.
+    cache = Path(datasets.config.HF_DATASETS_CACHE, cache_key)
     load_builder = functools.partial(
         datasets.load_dataset_builder,
         source.name,

@@ -6,6 +6,7 @@ import importlib
 import io
 import lzma
 import os
+import re
 import socket
 import tarfile
 import zipfile
@@ -523,6 +524,35 @@ def test_a_set_of_the_hub_that_changed_is_not_continued(tmp_path, monkeypatch):
     write(tmp_path / "set", {"a.jsonl": rows([*texts, "one more"])})
     with pytest.raises(UserError, match=r"has changed since .* data\.revision="):
         next(open_corpus(source, tmp_path).read(first.position))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_position_of_streaming_is_none_of_a_table(tmp_path, streaming):
+    texts = [f"document {i}" for i in range(600)]
+    folder = write(tmp_path / "set", {"a.jsonl": rows(texts), "b.jsonl": rows(texts)})
+
+    def corpus_of(*, streaming):
+        source = HubSource(str(folder), streaming=streaming, max_documents=1100)
+        return open_corpus(source, tmp_path)
+
+    first = next(corpus_of(streaming=streaming).read(None))
+    [rest, *_] = corpus_of(streaming=streaming).read(first.position)
+    assert rest.texts[0] == texts[len(first.texts)]
+    message = f"in part with data.streaming={str(streaming).lower()}, by"
+    with pytest.raises(UserError, match=re.escape(message)):
+        next(corpus_of(streaming=not streaming).read(first.position))
+
+
+def test_a_table_of_a_file_that_changed_meanwhile_is_not_taken_later(tmp_path):
+    """The file is given its old content, and its old time of modification."""
+    folder = write(tmp_path / "set", {"a.jsonl": rows("a")})
+    os.utime(folder / "a.jsonl", (1, 1))
+    opened = open_corpus(HubSource(str(folder)), tmp_path)
+    for text in "ba":
+        write(folder, {"a.jsonl": rows(text)})
+        os.utime(folder / "a.jsonl", (1, 1))
+        list(opened.read(None))
+    assert read_hub(tmp_path, folder) == ["a"]
 
 
 def test_an_unknown_column_a_directory_without_files_and_an_unknown_split(tmp_path):

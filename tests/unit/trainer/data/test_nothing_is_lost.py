@@ -22,6 +22,7 @@ from tokenizers import (
 from trainer.cli.prepare_data import describe
 from trainer.data import TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
+from trainer.data.compressed import decompressed
 from trainer.data.corpus import open_corpus
 from trainer.data.files import expand
 from trainer.data.hub_data import local_files
@@ -94,6 +95,18 @@ def test_a_text_whose_directory_is_spelled_in_two_ways_is_not_read_twice(tmp_pat
     source = TextSource((str(folder / "a.txt"), str(tmp_path / "link" / "a.txt.gz")))
     with pytest.raises(UserError, match=r"a\.txt\.gz has the content of .*read twice"):
         open_corpus(source, tmp_path / "cache")
+
+
+def test_a_decompressed_text_under_the_key_of_another_is_made_anew(tmp_path):
+    def text_of(name):
+        return decompressed(tmp_path / name / "x.txt.gz", tmp_path / "cache")
+
+    for name in "ab":
+        write(tmp_path / name, {"x.txt.gz": gzip.compress(name.encode())})
+    a, b = map(text_of, "ab")
+    a.parent.rename(tmp_path / "moved")
+    b.parent.rename(a.parent)
+    assert text_of("a").read_text() == "a"
 
 
 def test_a_nul_in_a_text_ends_no_document(tmp_path):
