@@ -239,13 +239,16 @@ class BPETokenizer:
     def save(self, directory: Path) -> None:
         """See Tokenizer.
 
-        `tokenizer.tiktoken` has the ranks, `tokenizer.json` the pattern, the special
-        tokens and the end of a document if that is not "<|endoftext|>".
+        `tokenizer.tiktoken` has the ranks, `tokenizer.json` their number, the pattern,
+        the special tokens and the end of a document if that is not "<|endoftext|>".
         """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self.tokens))
         write_atomically(
             directory / "tokenizer.json",
-            json.dumps({"name": self.name} | self._settings, indent=1),
+            json.dumps(
+                {"name": self.name, "ranks": len(self.tokens)} | self._settings,
+                indent=1,
+            ),
         )
 
 

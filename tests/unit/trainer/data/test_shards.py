@@ -260,7 +260,7 @@ def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
 
 def test_altered_tokenizer_files_are_found(directory):
     path = directory / "tokenizer.json"
-    path.write_text(path.read_text().replace("1256", "1300"))
+    path.write_text(path.read_text().replace('>": 1256', '>": 1300'))
     with pytest.raises(UserError, match=r"tokenizer files of .* were altered"):
         Manifest.load(directory).get_tokenizer()
 

@@ -235,11 +235,13 @@ REFUSED = [
         "holds binary, bytes that .* not mark as UTF-8; wri",
     ),
     ("a.parquet", "just text", {}, r"a\.parquet: cannot be read as parquet"),
-    (
-        "a.json",
-        '{"a": [{"text": "x"}], "b": [{"text": "y"}]}',
-        {},
-        "2 lists of objects",
+    *(
+        ("a.json", f'{{"a": [{{"text": "x"}}], "b": {other}}}', {}, "2 groups of obj")
+        for other in (
+            '[{"text": "y"}]',
+            '[{"text": "y"}, null]',
+            '{"c": {"text": "y"}}',
+        )
     ),
     # a name and a content or a setting that contradict
     ("a.jsonl", LINES, AS_TEXT, "t, but .*is jsonl by its name; leave d"),
