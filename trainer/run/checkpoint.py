@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
 from trainer.errors import UserError
 from trainer.files import (
@@ -40,10 +41,10 @@ from trainer.files import (
 from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
 from trainer.run.checkpoint_manifest import (
     MANIFEST_DAMAGED,
+    BestCheckpoint,
     CheckpointManifest,
     best_step,
     check_not_removed,
-    comparable_loss,
     intact_manifest,
     manifest_file,
     manifest_loss,
@@ -105,9 +106,7 @@ class Checkpointer:
     Args:
       directory: made if missing. Raises UserError if it cannot be written.
       keep: number of newest checkpoints to keep.
-      keep_best: whether to keep the one with the lowest validation loss too.
-      validation_rows: sequences of a validation batch; `keep_best` compares only losses
-        over as many. None: it compares all losses.
+      keep_best: whether to keep the one of `best_step` too.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -118,7 +117,6 @@ class Checkpointer:
         *,
         keep: int = 1,
         keep_best: bool = False,
-        validation_rows: int | None = None,
         read_only: bool = False,
     ) -> None:
         self.directory = directory.resolve()
@@ -128,19 +126,14 @@ class Checkpointer:
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        newest, loss_fn = LatestN(keep), comparable_loss(validation_rows)
-        # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
-        best = BestN(
-            get_metric_fn=loss_fn,
-            reverse=True,
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
+        newest = LatestN(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=(
-                AnyPreservationPolicy([newest, best]) if keep_best else newest
+                AnyPreservationPolicy([newest, BestCheckpoint()])
+                if keep_best
+                else newest
             ),
-            best_fn=loss_fn,  # makes Orbax store the metrics
+            best_fn=itemgetter("val_loss"),  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above

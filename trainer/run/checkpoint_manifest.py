@@ -7,9 +7,14 @@ manifest, under its digest, decides which one is the best.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from orbax.checkpoint.checkpoint_managers import (
+    PreservationContext,
+    PreservationPolicy,
+)
 
 from trainer.errors import UserError
 from trainer.files import parse_json, read_file, write_atomically
@@ -99,20 +104,6 @@ def store_metrics(folder: Path, manifest: Mapping[str, Any]) -> None:
     write_atomically(folder / "metrics" / "metrics", text)
 
 
-def comparable_loss(rows: int | None) -> Callable[[Mapping[str, float]], float]:
-    """Return the function that ranks metrics, so that Orbax keeps the best checkpoint.
-
-    It returns the loss; infinity if a validation batch had another number of rows than
-    `rows`. None: losses of any number of rows are compared.
-    """
-
-    def loss(metrics: Mapping[str, float]) -> float:
-        is_comparable = rows is None or metrics.get(ROWS, rows) == rows
-        return metrics["val_loss"] if is_comparable else math.inf
-
-    return loss
-
-
 def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
     """Return the validation loss in a checkpoint's manifest; None: it has none.
 
@@ -122,12 +113,50 @@ def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def best_step(directory: Path, steps: Iterable[int]) -> int | None:
-    """Return the step whose manifest has the lowest validation loss, of equal ones the
-    newest; None: no step has one.
+class Validation(NamedTuple):
+    """The validation of a checkpoint: step, loss in nats, and the sequences of a batch;
+    None: an earlier version saved it.
+    """
+
+    step: int
+    loss: float
+    rows: int | None
+
+
+def best_of(validations: Sequence[Validation]) -> int | None:
+    """Return the step of the lowest loss, of equal ones the newest; None: there is no
+    validation.
 
     On other devices a validation may read other rows of a short text. Only losses of
     the newest one's rows are compared.
+    """
+    if not validations:
+        return None
+    rows = max(validations, key=lambda v: v.step).rows
+    comparable = [v for v in validations if rows is None or v.rows in (None, rows)]
+    return min(comparable, key=lambda v: (v.loss, -v.step)).step
+
+
+class BestCheckpoint(PreservationPolicy):
+    """The policy that keeps the checkpoint of `best_of`, by Orbax's `metrics_of`."""
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        """Return for each checkpoint whether it is kept."""
+        del context
+        best = best_of(
+            [
+                Validation(info.step, info.metrics["val_loss"], info.metrics.get(ROWS))
+                for info in checkpoints
+                if info.metrics
+            ]
+        )
+        return [info.step == best for info in checkpoints]
+
+
+def best_step(directory: Path, steps: Iterable[int]) -> int | None:
+    """Return the step of `best_of` by the manifests.
 
     Args:
       directory: that of the checkpoints.
@@ -136,8 +165,7 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
     Raises:
       UserError: a manifest is damaged, and its checkpoint may be the best.
     """
-    losses: dict[int, float] = {}
-    rows: dict[int, int | None] = {}
+    validations = []
     for step in steps:
         folder = directory / str(step)
         manifest = intact_manifest(folder)
@@ -149,15 +177,8 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
             )
         loss = manifest_loss(folder, manifest)
         if loss is not None:
-            losses[step] = loss
-            rows[step] = validation_rows(manifest)
-    if not losses:
-        return None
-    newest = rows[max(rows)]
-    comparable = [
-        step for step in rows if newest is None or rows[step] in (None, newest)
-    ]
-    return min(comparable, key=lambda step: (losses[step], -step))
+            validations.append(Validation(step, loss, validation_rows(manifest)))
+    return best_of(validations)
 
 
 def check_not_removed(path: Path) -> None:
