@@ -11,11 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orbax.checkpoint.checkpoint_managers import (
-    PreservationContext,
-    PreservationPolicy,
-)
-
 from trainer.errors import UserError
 from trainer.files import parse_json, read_file, write_atomically
 
@@ -137,11 +132,11 @@ def best_of(validations: Sequence[Validation]) -> int | None:
     return min(comparable, key=lambda v: (v.loss, -v.step)).step
 
 
-class BestCheckpoint(PreservationPolicy):
-    """The policy that keeps the checkpoint of `best_of`, by Orbax's `metrics_of`."""
+class BestCheckpoint:
+    """The policy by which Orbax keeps the checkpoint of `best_of`, by `metrics_of`."""
 
     def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: PreservationContext
+        self, checkpoints: Sequence[Any], *, context: object
     ) -> Sequence[bool]:
         """Return for each checkpoint whether it is kept."""
         del context
