@@ -26,6 +26,7 @@ from trainer.data.files import (
     expand,
     folder_of,
     format_of,
+    note_equal_files,
     reading_errors,
     with_column_advice,
 )
@@ -330,6 +331,9 @@ def corpus_of_decompressed(
         raise UserError(
             f"data.column={source.column}, but text files have no columns; leave it out"
         )
+    note_equal_files(
+        {compressed.get(f.path, f.path): f.digest for f in files if f.size}
+    )
     digests = [file.digest for file in files]
     description = {"kind": "text"} | asdict(source)
     description["paths"] = list(source.paths)

@@ -11,6 +11,7 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
@@ -256,6 +257,22 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
                 f"{first_path} belongs to {expected:,} shards by its name, but only"
                 f" {len(sets[key]):,} of them are read"
             )
+
+
+def note_equal_files(digests: Mapping[Path, str]) -> None:
+    """Print that files have the content of others, by their digests."""
+    first_files: dict[str, Path] = {}
+    equal = [
+        (path, first)
+        for path, digest in digests.items()
+        if (first := first_files.setdefault(digest, path)) != path
+    ]
+    if equal:
+        more = f" ({len(equal):,} such files)" if len(equal) > 1 else ""
+        note(
+            f"data.paths: {equal[0][0]} has the content of {equal[0][1]}{more}, which"
+            " is read twice"
+        )
 
 
 def no_match(path: str) -> UserError:

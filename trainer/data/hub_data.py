@@ -126,6 +126,11 @@ def open_builder(
     with own_files_only(source.name):
         builder = load_builder()
     if builder.name == "parquet":
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(
+            page_checksum_verification=True
+        )
         # By default it is the size of the first group of rows, which may be 0.
         builder.config.batch_size = builder.config.batch_size or ROWS_PER_BATCH
     if builder.name == "csv":

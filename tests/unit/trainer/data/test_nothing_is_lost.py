@@ -6,8 +6,11 @@ import json
 import os
 from types import SimpleNamespace
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from corpora import documents_of, prepared, rows, write
+from corpora import documents_of, prepared, read, rows, write
 from library_tokenizers import END, byte_level, saved
 from tokenizers import (
     AddedToken,
@@ -20,7 +23,7 @@ from tokenizers import (
 )
 
 from trainer.cli.prepare_data import describe
-from trainer.data import TextSource, get_tokenizer
+from trainer.data import HubSource, TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
 from trainer.data.compressed import decompressed
 from trainer.data.corpus import open_corpus
@@ -107,6 +110,36 @@ def test_a_decompressed_text_under_the_key_of_another_is_made_anew(tmp_path):
     a.parent.rename(tmp_path / "moved")
     b.parent.rename(a.parent)
     assert text_of("a").read_text() == "a"
+
+
+@pytest.mark.parametrize("kind", ["text", "hub"])
+def test_a_letter_that_the_disk_changed_in_parquet_is_found(
+    tmp_path, monkeypatch, kind
+):
+    """Where the file has checksums of its pages, as of Spark and parquet-mr."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "a.parquet"
+    pq.write_table(
+        pa.table({"text": ["first", "second", "third"]}),
+        path,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    source = TextSource((str(path),)) if kind == "text" else HubSource(str(path.parent))
+    assert read(source, tmp_path) == ["first", "second", "third"]
+    path.write_bytes(path.read_bytes().replace(b"second", b"recond"))
+    with pytest.raises(UserError, match="could not verify page integrity"):
+        read(source, tmp_path)
+
+
+def test_files_of_one_content_are_said(tmp_path, capsys):
+    """Copies or hard links, of which one may be trained on and another validated on."""
+    files = dict.fromkeys(("a.txt", "b.txt", "c.txt"), "a") | {"d.txt": "", "e.txt": ""}
+    read(TextSource((str(write(tmp_path / "texts", files)),)), tmp_path)
+    line = "b.txt has the content of {}/a.txt (2 such files), which is read twice"
+    assert line.format(tmp_path / "texts") in capsys.readouterr().err
 
 
 def test_a_nul_in_a_text_ends_no_document(tmp_path):
