@@ -218,7 +218,7 @@ def prepare(
                 tokenizer,
                 val_fraction,
                 validation_start(corpus, val_fraction),
-                documents=corpus.length is None,
+                texts_are_documents=corpus.length is None,
                 workers=workers or os.cpu_count() or 1,
             )
             run(
