@@ -83,7 +83,6 @@ class JSONTokenizer:
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(self._tokenizer.get_vocab().values())
         self.unknown = unknown_id(tree["model"])
-        self._has_unknown = self.unknown is not None
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
@@ -92,15 +91,13 @@ class JSONTokenizer:
         disable_special_tokens(tokenizer, tree, self.special_tokens)
         # Byte-pair encoding drops bytes without a token; other models raise an error.
         self._lost_bytes: set[int] = set()
-        if is_bpe(tree["model"]) and not self._has_unknown:
-            self._lost_bytes = {
-                byte for byte in range(256) if bytes([byte]) not in self.tokens
-            }
-            # `_check_encodable` looks for bytes without a token. Only byte-level tokens
-            # are bytes, so in other tokenizers it could not find a lost character.
+        if is_bpe(tree["model"]) and self.unknown is None:
+            absent_bytes = {i for i in range(256) if bytes([i]) not in self.tokens}
             if has_part(tree.get("pre_tokenizer"), "ByteLevel"):
-                self._lost_bytes |= bytes_lost_in_words(tokenizer.model)
-            elif self._lost_bytes or self._drops_cuneiform():
+                self._lost_bytes = absent_bytes | bytes_lost_in_words(tokenizer.model)
+            elif absent_bytes or self._drops_cuneiform():
+                # `_check_encodable` finds lost bytes, but such a tokenizer loses whole
+                # characters.
                 raise self._no_token("characters outside of its vocabulary")
         self.line_safe = is_line_safe(tree, tokenizer)
         content = json.dumps(tree, sort_keys=True)
@@ -143,7 +140,7 @@ class JSONTokenizer:
             except NoToken:
                 raise
             except Exception as error:  # the library raises this class only
-                if self._has_unknown:
+                if self.unknown is not None:
                     raise
                 raise self._no_token(
                     # Not the text: a stranger's settings may name a private file.
