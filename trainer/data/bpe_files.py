@@ -294,21 +294,25 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     with the square of the length.
     """
     size = len(token)
-    # ends[i] is the end of the part that starts at byte i; None: no part starts there.
-    ends: list[int | None] = list(range(1, size + 1))
+    # ends[i] is the end of the part that starts at byte i; 0: no part starts there.
+    ends = list(range(1, size + 1))
+    # previous[i] is the start of the part before the one that starts at byte i.
     previous = list(range(-1, size - 1))
-    queue: list[tuple[int, int]] = []
+    queue: list[tuple[int, int]] = []  # the rank and the start of a pair
 
     def pair_rank(start: int) -> int:
-        """Return the rank of the part at `start` joined with the next part."""
+        """Return the rank of the part at `start` joined with the next part.
+
+        The token's own rank, if there is no such pair.
+        """
         middle = ends[start]
-        if middle is None or middle == size:
+        if middle in (0, size):
             return rank
         return ranks.get(token[start : ends[middle]], rank)
 
     def push(start: int) -> None:
-        if start >= 0 and (pair := pair_rank(start)) < rank:
-            heapq.heappush(queue, (pair, start))
+        if start >= 0 and (joined := pair_rank(start)) < rank:
+            heapq.heappush(queue, (joined, start))
 
     for start in range(size):
         push(start)
@@ -318,16 +322,14 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
         if pair_rank(start) != lowest:
             continue  # one of the two was merged meanwhile
         middle = ends[start]
-        assert middle is not None
         end = ends[middle]
-        assert end is not None
-        ends[start], ends[middle] = end, None
+        ends[start], ends[middle] = end, 0
         if end < size:
             previous[end] = start
         count -= 1
         push(previous[start])
         push(start)
-    return [token[start:end] for start, end in enumerate(ends) if end is not None]
+    return [token[start:end] for start, end in enumerate(ends) if end]
 
 
 def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:
