@@ -48,17 +48,3 @@ def check_supported(
             raise UserError(
                 f"{key}={config[key]!r} is not supported; valid: {values[0]!r}"
             )
-
-
-def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a configuration of quantized weights by its other keys than
-    `quantization_config`: MLX's, and an old one of compressed-tensors.
-    """
-    for key in ("quantization", "compression_config"):
-        value = config.get(key)
-        if value is not None:
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            raise UserError(
-                f"{key}={{'quant_method': {method!r}, ...}} is not supported; give the"
-                " weights before quantization, in float32, float16 or bfloat16"
-            )

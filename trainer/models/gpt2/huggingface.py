@@ -12,8 +12,8 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_object
-from trainer.models.config_values import check_supported, check_unquantized
-from trainer.models.fp8_checkpoints import Fp8ScaleLayout, quantization_of
+from trainer.models.config_values import check_supported
+from trainer.models.fp8_checkpoints import check_quantization, quantization_of
 from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.model_functions import Params
@@ -81,8 +81,7 @@ def read_spec(file: Path) -> GPT2Spec:
     config = read_object(file)
     try:
         check_supported(config, SUPPORTED)
-        Fp8ScaleLayout.from_config(config)  # raises for other quantizations
-        check_unquantized(config)
+        check_quantization(config)
         return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
