@@ -178,8 +178,7 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise ValueError for content that `save` cannot have written."""
-        shards = [shard for split in self.splits.values() for shard in split.shards]
-        for record in (self, *self.splits.values(), *shards):
+        for record in (self, *self.splits.values(), *self.shards):
             _check_field_types(record)
         _check_source_fields(self.source)
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
@@ -359,15 +358,15 @@ class Manifest:
 
     def _check_content(self, shard: Shard) -> None:
         path = self.directory / shard.name
-        crc, digest, largest = checksums_and_largest(path, self.file_dtype)
-        if crc != shard.crc32:
+        crc32, content_digest, largest = checksums_and_largest(path, self.file_dtype)
+        if crc32 != shard.crc32:
             raise UserError(
-                f"shard {path} has checksum {crc:08x}, its"
+                f"shard {path} has checksum {crc32:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
             )
-        if shard.digest and digest != shard.digest:
+        if shard.digest and content_digest != shard.digest:
             raise UserError(
-                f"shard {path} has digest {digest}, its manifest says"
+                f"shard {path} has digest {content_digest}, its manifest says"
                 f" {shard.digest}: altered; {repair(self.directory)}"
             )
         # JAX reads an embedding of such an id as NaN, without an error.
