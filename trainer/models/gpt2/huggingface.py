@@ -82,7 +82,7 @@ def read_spec(file: Path) -> GPT2Spec:
     try:
         check_supported(config, SUPPORTED)
         check_quantization(config)
-        return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
+        return GPT2Spec(**GPT2Spec.fields_from_huggingface(config))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 

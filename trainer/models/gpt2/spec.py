@@ -139,11 +139,11 @@ class GPT2Spec(DecoderSpec):
         )  # fmt: skip
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
         defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
         fields = {
-            name: size_of_huggingface(config, keys, defaults.get(name))
+            name: size_from_config(config, keys, defaults.get(name))
             for name, keys in CONFIG_KEYS.items()
         }
         d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
@@ -156,7 +156,7 @@ class GPT2Spec(DecoderSpec):
         return fields | {"d_mlp": self.mlp_width}
 
 
-def size_of_huggingface(
+def size_from_config(
     config: Mapping[str, Any], keys: Sequence[str], default: int | None
 ) -> int:
     """Return a size in a config.json, which may have several of these keys.
