@@ -87,7 +87,7 @@ def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
             f"{path} {problem}; put {SETTINGS} beside it, with an eos_token that is one"
             f" of its special tokens ({', '.join(sorted(map(repr, special))[:8])})"
         )
-    return encoding(path, ranks, pattern, special), end
+    return make_encoding(path, ranks, pattern, special), end
 
 
 def tiktoken_settings(path: Path, count: int) -> tuple[str, dict[str, int], str | None]:
@@ -270,7 +270,7 @@ def merges_follow_ids(
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
 
-def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
+def merges_of(ranks: TokenIds) -> list[Pair]:
     """Return the merges of a byte-pair encoding, in order.
 
     Run BPE on each token with only lower ranks: the last merge is the token's merge. If
@@ -428,7 +428,7 @@ def check_unique_ids(name: str | Path, ids: TokenIds) -> None:
             )
 
 
-def encoding(
+def make_encoding(
     path: Path,
     ranks: TokenIds,
     pattern: str,
