@@ -1,9 +1,20 @@
 """Checked values of a config.json; errors name the key."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.files import read_object
+
+
+def read_config[T](file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what `parse` makes of a config.json; its UserErrors then name the file."""
+    config = read_object(file)
+    try:
+        return parse(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
