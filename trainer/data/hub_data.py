@@ -46,6 +46,8 @@ SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a-z])")
 
 ROWS_PER_BATCH = 1000
+# The last bytes of an Arrow stream, and of an Arrow file.
+ARROW_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1")
 # Their readers notice damage everywhere. What follows a damaged stream of the others is
 # left out in silence.
 EXACT_COMPRESSIONS = ("gzip", "zstd", "zip")
@@ -165,6 +167,8 @@ def open_builder(
         for file in files:
             check_compression(file)
             check_single_split(file)
+            if builder.name == "arrow":
+                check_arrow_end(file)
     return builder
 
 
@@ -260,6 +264,17 @@ def check_compression(file: Path) -> None:
             f"{file} is a tar archive: `datasets` leaves out what follows damage in it;"
             " unpack it"
         )
+
+
+def check_arrow_end(file: Path) -> None:
+    """Raise UserError for Arrow data that were cut, whose rows up to there are read."""
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - len(ARROW_ENDS[0])))
+        if not content.read().endswith(ARROW_ENDS):
+            raise UserError(
+                f"{file} lacks the end of Arrow data, so that rows may be missing;"
+                " download or copy it again, or save it again"
+            )
 
 
 def note_unread_files(

@@ -134,6 +134,24 @@ def test_a_letter_that_the_disk_changed_in_parquet_is_found(
         read(source, tmp_path)
 
 
+def test_rows_that_are_missing_at_the_end_of_arrow_data_are_missed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    texts = [f"text {i}" for i in range(2000)]  # two batches
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "set")
+    source = HubSource(str(tmp_path / "set"))
+    assert read(source, tmp_path) == texts
+    [path] = (tmp_path / "set").glob("*.arrow")
+    data = path.read_bytes()
+    stream = pa.BufferReader(data)
+    pa.ipc.open_stream(stream).read_next_batch()
+    for size in (stream.tell(), len(data) - 8):
+        path.write_bytes(data[:size])
+        with pytest.raises(UserError, match="lacks the end of Arrow data, so that"):
+            read(source, tmp_path)
+
+
 def test_files_of_one_content_are_said(tmp_path, capsys):
     """Copies or hard links, of which one may be trained on and another validated on."""
     files = dict.fromkeys(("a.txt", "b.txt", "c.txt"), "a") | {"d.txt": "", "e.txt": ""}
