@@ -283,10 +283,11 @@ class Manifest:
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """Return the shards of a split as read-only memory maps, each [tokens]."""
-        return [
-            np.memmap(self.directory / shard.name, self.file_dtype, mode="r")
-            for shard in self.splits[split].shards
-        ]
+        return [self.open_shard(shard) for shard in self.splits[split].shards]
+
+    def open_shard(self, shard: Shard) -> npt.NDArray[np.unsignedinteger]:
+        """Return a shard as a read-only memory map [tokens]."""
+        return np.memmap(self.directory / shard.name, self.file_dtype, mode="r")
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
@@ -322,16 +323,8 @@ class Manifest:
                 write_atomically(record, json.dumps(stamps))
 
     def stamp(self, shard: Shard) -> list[int] | None:
-        """Return size, times and inode of a shard's file; None: it is gone.
-
-        They change whenever the file changes.
-        """
-        try:
-            stat = (self.directory / shard.name).stat()
-        except FileNotFoundError:
-            return None
-        # A copy may keep the modification time, so take the change time too.
-        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        """Return the `stamp_of` a shard's file."""
+        return stamp_of(self.directory / shard.name)
 
     def verify_shard(self, shard: Shard) -> None:
         """Raise UserError for a shard that differs from the manifest."""
@@ -375,6 +368,19 @@ class Manifest:
                 f"shard {path} has the id {largest}, but its tokenizer's ids are below"
                 f" {self.vocab_size}; {repair(self.directory)}"
             )
+
+
+def stamp_of(path: Path) -> list[int] | None:
+    """Return size, times and inode of a file; None: it is gone.
+
+    They change whenever the file changes.
+    """
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    # A copy may keep the modification time, so take the change time too.
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _check_field_types(record: Any) -> None:
