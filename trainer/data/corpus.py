@@ -266,6 +266,10 @@ def python_corpus(library: Library) -> Corpus:
         description,
         digest(["python", library.digest]),
         read,
+        files=[
+            SourceFile(path, 0, 0, "", stamp)
+            for path, stamp in zip(library.paths, library.stamps, strict=True)
+        ],
     )
 
 
