@@ -151,7 +151,7 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
 
     training = model.family.build(
         model.spec,
-        compute_dtype=model.policy.logical,
+        compute_dtype=model.policy.model_dtype,
         dot_general_for=dot_general_for,
         rescale_grads=model.policy.rescaled_places,
     )
