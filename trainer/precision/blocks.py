@@ -53,7 +53,8 @@ from scalify_core.ops.matmul import Rounded, dot_fp8, rounded_product
 from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
-# The largest E4M3 scale at 6: 1.5 times it, at 4, is a number of E4M3 too [4].
+# The largest scale of a block whose amax is put at 6. The scale that puts it at 4 is
+# 1.5 times as large: 384 is an E4M3 number, 1.5 * 448 overflows [4].
 FOUR_OVER_SIX_MAX = 256.0
 HADAMARD = 16
 MX_BLOCK = 32
@@ -122,8 +123,8 @@ class BlockMatrix(NamedTuple):
             return exact.astype(dtype)
 
         if self.is_fp8_by_rows and other.is_fp8_by_rows:
-            # BF16 keeps its digits under scales that are powers of two. FP16 would
-            # overflow before it has them.
+            # The scales are powers of two, so a BF16 product keeps its digits. An FP16
+            # product could overflow before the scales are applied.
             wide = jnp.promote_types(dtype, jnp.bfloat16)
             out = dot_fp8(self.data, other.data, LAST_AXES, wide, fast=False)
             return (out * self.scales * other.scales.T).astype(dtype)
@@ -282,8 +283,8 @@ def nvfp4(
       rows: of a block.
       stochastic: the bits are a hash of the position and of all of `x`, so they differ
         between steps, and a repeated step is the same.
-      four_over_six: a block whose numbers rounded to nearest are then closer in mean
-        square has a scale that puts its largest number at 4, not 6 [4].
+      four_over_six: a block's scale puts its largest number at 4 instead of 6 where
+        that has the smaller squared error, rounded to nearest [4].
       native: numbers and scales are in their narrow dtypes.
     """
     bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
@@ -389,7 +390,7 @@ def block_figures(x: jax.Array, cast: Cast, axis: int, fmt: FloatFormat) -> jax.
     - block_underflow: the share of blocks whose numbers all become zeros.
     - block_saturated: the share of blocks with a number beyond the format's largest.
 
-    Blocks of zeros do not count. Without others the figures are 0.
+    Blocks of zeros do not count. If all blocks are zeros, the figures are 0.
 
     Args:
       x: a matrix.
@@ -429,8 +430,8 @@ class BlockScaledDot:
     """The product of a linear layer, and the two of its backward pass, with operands
     cast by a recipe.
 
-    Input and kernel are cast once for both passes: between them are their bytes, cast
-    along the axes that the backward pass sums over.
+    The forward pass casts input and kernel twice: along D for its own product, and
+    along N and F for the backward pass, which keeps these bytes only.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -22,8 +22,7 @@ LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
 FIRST_LOSS_SCALE = 2.0**15
-# After so many finite steps the loss scale doubles.
-GROWTH_STEPS = 2000
+GROWTH_STEPS = 2000  # `growth_interval` of PyTorch's GradScaler
 
 
 class Differentiate(NamedTuple):
@@ -147,8 +146,8 @@ def next_loss_scale(
 def with_histories(loss_fn: LossFn) -> ValueAndGrad:
     """Return the gradient of a loss whose products have amax histories.
 
-    The "gradient" of a history is its next value; where one is used twice, the larger
-    (Flax's `fm32`).
+    The "gradient" of a history is its next value. Flax's type `fm32` makes it the
+    maximum where a history is used twice.
     """
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
