@@ -1,5 +1,4 @@
-"""Find where scales go wrong: loss and gradient of each equation, compared with FP32.
-Or, where operands have a scale for each block or row, in which tensors blocks do.
+"""Find where low precision loses numbers in the loss and its gradient.
 
     scalify-trainer explain run_dir=runs/mine
     scalify-trainer explain precision=scalify_fp8 model.n_layer=2
@@ -7,13 +6,14 @@ Or, where operands have a scale for each block or row, in which tensors blocks d
 The first form takes a run's newest checkpoint and a batch of its training data. The
 second takes a fresh model and the keys of training.
 
-Prints for each source line how many values underflow or saturate, and how far scales
-are from the sizes of their values. Then prints the first place where values are lost.
+With precision.scaling=propagate it compares every equation with FP32. It prints the
+first place where values are lost, and a table by source line: how many values underflow
+or saturate, and how far scales are from the sizes of their values.
 
-Blocks of weights, inputs and gradients of outputs are those of the first micro-batch,
-as they are cast: by how many octaves their scales spread, the share that becomes zeros,
-and the share with a number beyond the largest of its format. The worst tensors come
-first.
+Where operands have a scale for each block or row, it prints a table of the operands of
+matmuls (weights, inputs, and gradients of outputs): how many octaves the scales of
+their blocks spread, the share of blocks that become zeros, and the share of blocks with
+a number beyond the largest of the format. The worst tensors come first.
 """
 
 import dataclasses
@@ -51,8 +51,10 @@ class Arguments:
         " arguments",
         "",
     )
-    batch: int = argument("number of the training batch", 0)
-    sequences: int = argument("number of its sequences that are taken", 1)
+    batch: int = argument(
+        "number of the training batch, of which the first micro-batch is taken", 0
+    )
+    sequences: int = argument("number of sequences of the micro-batch to take", 1)
     top: int = argument("maximum number of rows to print, of each table", 24)
     out: str = argument("a file that all rows are written to, as JSON", "")
 

@@ -422,7 +422,7 @@ def show_help(argv: Sequence[str]) -> None:
     """Explain every key, with the values that the arguments give it."""
     usage = "scalify-trainer [train] [group=choice ...] [key=value ...]"
     overrides = [text for text in argv if is_override(text)]
-    show_training_help(usage, __doc__ or "", [], overrides)
+    show_training_help(usage, __doc__ or "", overrides)
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ import glob
 import logging
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -72,6 +73,9 @@ def test_help_explains_commands_and_keys_in_80_columns(name, monkeypatch, capsys
         examples = [line for line in out.splitlines() if f"trainer {name} run" in line]
         assert all(line.startswith("    scalify-trainer ") for line in examples)
         assert all(line.count("scalify-trainer") == 1 for line in examples)
+        # `explain` has a run_dir of its own, which training's does not follow
+        keys = re.findall(r"^  ([a-z_.]+)=", out, re.MULTILINE)
+        assert len(keys) == len(set(keys))
 
 
 def test_help_lists_choices_once(monkeypatch, capsys):
