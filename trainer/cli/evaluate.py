@@ -52,7 +52,8 @@ class Arguments:
         "",
     )
     column: str = argument(
-        "the key or column of their jsonl and parquet rows that holds the text", "text"
+        "the key or column of jsonl and parquet files in text= that holds the text",
+        "text",
     )
     tasks: str = argument(
         "tasks in place of a loss, separated by commas: last_word, word_order, or"
@@ -60,8 +61,8 @@ class Arguments:
         "",
     )
     limit: int = argument(
-        "maximum number of items of each task; 0: 200 of last_word and word_order, else"
-        " all",
+        "maximum number of items of each task; 0: 200 of last_word and word_order, and"
+        " all of other tasks",
         0,
     )
     fewshot: int = argument(

@@ -158,7 +158,7 @@ def is_search() -> bool:
 
 
 def overrides_of(keys: Collection[str]) -> list[str]:
-    """Return the job's overrides of these keys, without those that a run has saved."""
+    """Return the job's overrides of these keys; in a sweep, with the job's values."""
     overrides = HydraConfig.get().overrides.task
     return [override for override in overrides if key_of(override) in keys]
 
@@ -271,6 +271,7 @@ class TrainingJobs:
         """
         config = job_config(tree, self.command_line, job.sweep_overrides)
         files = [text for text in self.arguments if text.startswith("config=")]
+        # Hydra's overrides also have the groups that a resumed run or a file chooses.
         user_keys = {key_of(argument) for argument in long_forms(self.arguments)}
         # A sweep must not resume a run of an earlier sweep with other values.
         fixed = ["train.steps", *self.sweep.keys] if in_sweep() else []
@@ -403,8 +404,8 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
         raise UserError(
             f"{job.run_dir} ({job.label}) validated on another text than"
             f" {first_job.run_dir}, or on more or less of it, so its loss counts as"
-            " infinite in this search; search over keys that leave the validation as"
-            " it is"
+            " infinite in this search; search over keys that do not change the"
+            " validation data"
         )
 
 
