@@ -30,11 +30,10 @@ from scalify_core.debug.figures import (
 from scalify_core.debug.source_location import NO_PLACE, Place, name_of, place_of
 from scalify_core.interpreter import registry
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.arguments import call_of
 from scalify_core.interpreter.evaluator import Evaluator, as_operand, is_plain
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.reference_trace import traced
-from scalify_core.interpreter.transform import ScalePolicy
+from scalify_core.interpreter.transform import ScalePolicy, call_of
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import is_float
