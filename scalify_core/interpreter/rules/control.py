@@ -1,4 +1,4 @@
-"""Calls, branches and meshes: the rules of the inner equations apply.
+"""Calls, branches, meshes, and bodies of loops: the rules of inner equations apply.
 
 Structure, names and donation are preserved. A value enters a traced function as a
 pytree whose static scale, expected RMS and format are part of its structure. So JAX's
@@ -18,10 +18,16 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from scalify_core.interpreter.registry import control
-from scalify_core.interpreter.rules.bodies import run, shape_of, traced_body
 from scalify_core.interpreter.rules.carries import common_form, to_form, wide_form
 from scalify_core.interpreter.rules.collectives import equal_scale
-from scalify_core.interpreter.value import Constant, Value, pack, typed_as, unpack
+from scalify_core.interpreter.value import (
+    Constant,
+    Value,
+    narrow,
+    pack,
+    typed_as,
+    unpack,
+)
 from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import INLINED, agreeing, inner_jaxpr, per_jaxpr
 
@@ -245,3 +251,68 @@ def _spec_of_scale(scale: Any, spec: Any) -> Any:
     return jax.sharding.PartitionSpec(
         *(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True))
     )
+
+
+# The bodies of loops, branches and recomputed blocks.
+# They are inner jaxprs that are evaluated once, however often a rule inspects them. To
+# know the scales of its results, a rule evaluates a body before it builds the
+# operation. Evaluating it anew each time would cost two to the power of the nesting
+# depth.
+
+
+def run(jaxpr: Any, evaluate: Any, operands: Any, carry_count: int = 0) -> list[Any]:
+    """Return the results of a body, with their scales and rounded to their formats.
+
+    Fill values and the first `carry_count` results are not rounded.
+    """
+    packed = pack(operands)
+    # A debugger and `explain` read the body equation by equation.
+    if jax.config.jax_disable_jit:
+        return unpack(_packed_results(jaxpr, evaluate, carry_count, packed))
+    traced = traced_body(jaxpr, evaluate, packed, carry_count)
+    out = jax.core.eval_jaxpr(
+        traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
+    )
+    return unpack(jax.tree.unflatten(jax.tree.structure(traced.out_info), out))
+
+
+def traced_body(jaxpr: Any, evaluate: Any, packed: Any, carry_count: int = 0) -> Any:
+    """Return the trace of an evaluated body on packed operands, to packed results."""
+    return _evaluated(jaxpr, evaluate, carry_count).trace(*packed)
+
+
+@per_jaxpr
+def _evaluated(jaxpr: Any, evaluate: Any, carry_count: int) -> Any:
+    """Return the jitted function of a body, one for each body.
+
+    `jit` keeps its traces, one for each structure of the operands.
+    """
+    jaxpr_ref = weakref.ref(jaxpr)  # freed with its program
+
+    def evaluated(*operands: Any) -> list[Any]:
+        return _packed_results(jaxpr_ref(), evaluate, carry_count, operands)
+
+    return jax.jit(evaluated)
+
+
+def _packed_results(
+    jaxpr: Any, evaluate: Any, carry_count: int, packed: Any
+) -> list[Any]:
+    out = evaluate(jaxpr, unpack(packed))
+    # Measured scales leave a body in FP32, but for the stacks of a scan.
+    if not evaluate.measures:
+        out = [_result(x, i < carry_count) for i, x in enumerate(out)]
+    return pack(out)
+
+
+def _result(x: Any, wide: bool) -> Any:
+    if not isinstance(x, Value):
+        return x
+    if not wide and not x.is_fill_value:
+        x = narrow(x)
+    return dataclasses.replace(x, rms_correction=None)
+
+
+def shape_of(fun: Callable, operands: Any) -> list[Any]:
+    """Return the results of `fun` without data; static scales are known."""
+    return unpack(jax.eval_shape(lambda xs: pack(fun(unpack(xs))), pack(operands)))

@@ -16,7 +16,6 @@ from jax import lax
 
 from scalify_core.interpreter import value as v
 from scalify_core.interpreter.registry import control
-from scalify_core.interpreter.rules.bodies import run, shape_of
 from scalify_core.interpreter.rules.carries import (
     carry_forms,
     chosen,
@@ -26,6 +25,7 @@ from scalify_core.interpreter.rules.carries import (
     wide_carry_forms,
     wide_form,
 )
+from scalify_core.interpreter.rules.control import run, shape_of
 from scalify_core.interpreter.value import Constant, Value, pack, unpack
 from scalify_core.numerics import formats, jaxprs
 from scalify_core.numerics import scales as sc
