@@ -10,6 +10,5 @@ from scalify_core.interpreter.rules import (  # noqa: F401
     elementwise,
     loops,
     matmul,
-    reductions,
     shape,
 )
