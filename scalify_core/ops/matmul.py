@@ -1,5 +1,6 @@
-"""The FP8 matrix product: E4M3 operands forward, E5M2 for the gradient of the output,
-or E4M3 on request.
+"""Matrix products of rounded operands: FP8, and what the caller rounds.
+
+FP8 operands are E4M3 forward, and E5M2 or E4M3 for the gradient of the output.
 
     y  = X8 W8             X8, W8: saturating casts to E4M3; fast accumulation
     dX = G8 W8^T           G8: a saturating cast of dy to E5M2, or E4M3
@@ -487,3 +488,54 @@ def dot_fp8(
         return (out if alpha == 1 else out * np.float32(alpha)).astype(dtype)
 
     return lax.platform_dependent(lhs8, rhs8, cuda=cuda, default=default)
+
+
+# A product of matrices whose operands are rounded by a recipe of the caller's.
+# The caller's functions are homogeneous in powers of two: twice an operand gives twice
+# the product, bit for bit. So under `scalify` they act on the data, and the scales of
+# the operands are multiplied. That holds for block scales that are powers of two.
+
+
+class Rounded(NamedTuple):
+    """The functions of a product of [N, D] and [D, F].
+
+    Attributes:
+        forward: (lhs, rhs) -> (product, rounded lhs, rounded rhs), which are pytrees
+            whose first array grows with the operand; the others do not.
+        backward: (rounded lhs, rounded rhs, gradient) -> the gradients of lhs and rhs.
+    """
+
+    forward: Callable[..., tuple[jax.Array, Any, Any]]
+    backward: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def rounded_product(lhs: jax.Array, rhs: jax.Array, rounded: Rounded) -> jax.Array:
+    """Return the product, whose gradients are those of `rounded.backward`."""
+    sizes = len(lhs), rhs.shape[1], len(rhs)
+    return _rounded_product(lhs, rhs, rounded=rounded, sizes=sizes)
+
+
+# `sizes` is for the rule, which may see batches.
+
+
+@composite(name="rounded_product")
+def _rounded_product(
+    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, sizes: tuple[int, int, int]
+) -> jax.Array:
+    return rounded.forward(lhs, rhs)[0]
+
+
+def _rounded_forward(
+    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, **_: Any
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    out, *residuals = rounded.forward(lhs, rhs)
+    return out, tuple(residuals)
+
+
+def _rounded_backward(
+    residuals: tuple[Any, Any], gradient: jax.Array, *, rounded: Rounded, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    return rounded.backward(*residuals, gradient)
+
+
+_rounded_product.defvjp(_rounded_forward, _rounded_backward)

@@ -49,8 +49,7 @@ from scalify_core.numerics.formats import (
     pow2_floor,
     pow2_inverse,
 )
-from scalify_core.ops.matmul import dot_fp8
-from scalify_core.ops.rounded_product import Rounded, rounded_product
+from scalify_core.ops.matmul import Rounded, dot_fp8, rounded_product
 from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
