@@ -95,21 +95,25 @@ def scalify(
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_scaled_array)
+        if any(map(is_scaled_array, leaves)):
+            return scaled(args, kwargs)
+        # plain code, which a surrounding `scalify` sees as such
+        return asarray(fun(*args, **kwargs))
+
+    @_collector_paused()  # until the traces of `fun` are freed
+    def scaled(args: tuple, kwargs: dict[str, Any]) -> Any:
         call = call_of(fun, args, kwargs)
-        if not any(map(is_scaled_array, call.leaves)):
-            # plain code, which a surrounding `scalify` sees as such
-            return asarray(fun(*args, **kwargs))
         leaves = _checked(call.leaves, call.names)
-        with _collector_paused():
-            program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
-            program.warn()
-            leaves = [*closed_over, *leaves]
-            # Only plain floats can be differentiated from outside: without them the
-            # program has no custom_vjp.
-            if any(is_float(x) for x in leaves if not is_scaled_array(x)):
-                results = differentiable(program, evaluate)(*leaves)
-            else:
-                results = evaluate(program, leaves)
+        program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
+        program.warn()
+        leaves = [*closed_over, *leaves]
+        # Only plain floats can be differentiated from outside: without them the
+        # program has no custom_vjp.
+        if any(is_float(x) for x in leaves if not is_scaled_array(x)):
+            results = differentiable(program, evaluate)(*leaves)
+        else:
+            results = evaluate(program, leaves)
         return call.unflatten(results)
 
     return scalified
@@ -145,6 +149,7 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+            gc.collect(1)  # one search of the new objects, where two would follow
 
 
 # A call of a function, as a function of the arrays among its arguments.
