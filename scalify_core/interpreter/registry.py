@@ -433,8 +433,9 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
     x = v.logical(x)
     if isinstance(x, jax.Ref) or not is_float(aval):
         return x
-    dtype = aval.dtype if aval.dtype.itemsize > 4 else np.dtype(np.float32)
-    return lax.convert_element_type(x, dtype)
+    if aval.dtype.itemsize > 4:
+        return lax.convert_element_type(x, aval.dtype)
+    return formats.as_float32(x)
 
 
 def apply_to_logical(eqn: Any, *operands: Any) -> list[Any]:

@@ -192,7 +192,11 @@ def is_stored(x: Value) -> bool:
 
 def wide_results(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation on the logical values, in FP32."""
-    return [like(x, v.data_of(x)) for x in registry.default(eqn, *operands)]
+    dtype = v.result_dtype(*operands)
+    return [
+        wide_value(x, dtype) if is_float(x) else x
+        for x in registry.in_float32(eqn, *operands)
+    ]
 
 
 def quantized_copy(
