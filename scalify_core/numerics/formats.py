@@ -410,7 +410,8 @@ def pow2_inverse(x: jax.Array) -> jax.Array:
     that needs its result, but make it a separate kernel.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
+    inverse = lax.sub(np.uint32(2 * 127 << 23), bits)
+    return lax.bitcast_convert_type(inverse, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:
