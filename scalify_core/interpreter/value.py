@@ -179,10 +179,11 @@ def value(
     """
     if dtype is None:
         dtype = data.dtype
-    base, multiplier = as_multiple(scale)
-    static = None
+    base, multiplier, static = None, 1.0, None
     if type(scale) is float:
-        base, static, rms_correction = None, scale, None
+        static, rms_correction = scale, None
+    else:
+        base, multiplier = as_multiple(scale)
     return Value(
         data,
         base,

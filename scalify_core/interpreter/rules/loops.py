@@ -202,7 +202,7 @@ def _end(x: Any, last: bool) -> Any:
     """Return the first or the last slice, or zeros for an empty array."""
     if x.shape[0] == 0:
         return lax.full_like(x, 0, shape=x.shape[1:])
-    return x[-1 if last else 0]
+    return lax.index_in_dim(x, -1 if last else 0, keepdims=False)
 
 
 def _of_slice(pieces: Any, stack: Any) -> Any:
