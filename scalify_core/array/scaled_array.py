@@ -55,6 +55,8 @@ class ScaledArray:
     respect to a ScaledArray is a TypeError.
     """
 
+    # An attribute that a user adds would be lost by any function of trees: so it is an
+    # AttributeError.
     __slots__ = ("data", "scale")
 
     def __init__(self, data: Any, scale: Any) -> None:
@@ -73,6 +75,8 @@ class ScaledArray:
             ValueError: a static scale, or a NumPy one, is not a power of two in
                 [2^-126, 2^126]; a dynamic scale has another shape than those above.
         """
+        # A tree of vmap's axes, `in_axes=ScaledArray(0, None)`, holds a number for the
+        # data.
         if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):
             raise TypeError(
                 f"ScaledArray: data is {data.dtype}, expected a floating-point dtype"
@@ -81,6 +85,7 @@ class ScaledArray:
             isinstance(scale, np.ndarray) and scale.ndim == 0
         ):
             scale = float(scale)
+        # On the host alone: reading an array of a device waits for the device.
         if isinstance(scale, (float, np.ndarray)):
             check_powers(scale)
         if hasattr(data, "shape") and hasattr(scale, "shape"):
@@ -132,6 +137,8 @@ class ScaledArray:
         check_known(scale)
         scale = ScaledArray(self.data, scale).scale
         if isinstance(scale, float):
+            # The same object where nothing changes: a step that asks again adds no cast
+            # to the program.
             if self.is_static and self.scale == scale:
                 return self
         else:
@@ -145,6 +152,8 @@ class ScaledArray:
         """
         scale = self.scale
         if not self.is_static and np.ndim(scale):
+            # A slice of layers keeps one scale for each. Any other index may mix
+            # elements of several scales, so each element brings its own.
             along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(
                 self
             )
@@ -156,6 +165,8 @@ class ScaledArray:
 
     def __iter__(self) -> Iterator[ScaledArray]:
         """Iterate along the leading axis."""
+        # Python's own iteration ends at an IndexError, and an index beyond a JAX array
+        # gives its last element.
         return (self[i] for i in range(len(self)))
 
     def __len__(self) -> int:
@@ -169,10 +180,12 @@ class ScaledArray:
         """Raise: Python's own `x == 0` would be false, one boolean for all elements."""
         raise TypeError("a ScaledArray is not compared; write asarray(x) == y")
 
+    # Python takes the hash from a class that defines `__eq__`.
     __hash__ = object.__hash__
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the logical value as a NumPy array, FP32 if no dtype is given."""
+        # `copy` comes from NumPy 2; data times scale is a new array in any case.
         return np.asarray(asarray(self), dtype=dtype)
 
     def __jax_array__(self) -> jax.Array:
@@ -197,6 +210,7 @@ class ScaledArray:
         leaves, static = self.tree_flatten()
         return [
             (jax.tree_util.GetAttrKey(name), x)
+            # A static scale is no leaf: the second name is then left over.
             for name, x in zip(("data", "scale"), leaves, strict=False)
         ], static
 
@@ -234,6 +248,7 @@ def is_array(x: Any) -> bool:
     `inference`, or the rate of a dropout. Nor are dtypes, and the gradients of
     integers, whose dtype no equation has.
     """
+    # Types, since `jnp.float16` as an argument has an attribute `dtype`.
     if isinstance(x, (type, jax.ShapeDtypeStruct)) or not hasattr(x, "dtype"):
         return False
     return x.dtype != jax.dtypes.float0
@@ -285,6 +300,7 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             return x
         x = not_differentiable(jnp.asarray(x))
+        # The RMS and not the amax: propagated rules expect data near RMS 1.
         at = ScaledArray(x, rms_scale(x) if scale is None else scale).scale
         if not isinstance(at, float):
             at = jnp.asarray(at, jnp.float32)
@@ -294,6 +310,8 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
                 f"as_scaled_array{jax.tree_util.keystr(path)}: {to} has no scaled form;"
                 " give dtype=jnp.float32, or leave it a plain array"
             )
+        # FP32 in between: `_rescaled` rounds to the dtype of its argument, so FP16 data
+        # as BF16 would be rounded twice.
         out = _rescaled(ScaledArray(as_float32(x), 1.0), at).astype(to)
         name = f"as_scaled_array{jax.tree_util.keystr(path)}"
         precision_warnings.warn_of_losses(name, x, out.data, out.unscale)
@@ -348,6 +366,7 @@ def with_valid_scales(
     for i, x in enumerate(leaves):
         if i in unread:
             out[i] = with_scale(x.data, jnp.full_like(x.scale, np.nan))
+        # Under jit no number is known: the check is part of the program.
         elif is_scaled_array(x) and isinstance(x.scale, jax.core.Tracer):
             out[i] = with_scale(
                 x.data, checked_scale(jnp.asarray(x.scale, jnp.float32))
@@ -357,10 +376,12 @@ def with_valid_scales(
 
 def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
     at_hand = {i: x for i, x in enumerate(leaves) if _is_at_hand(x)}
+    # One transfer for all: each waits for the device.
     scales = jax.device_get([x.scale for x in at_hand.values()])
     unreadable = set()
     for i, scale in zip(at_hand, scales, strict=True):
         scale = np.asarray(scale, np.float32)
+        # NaN reads as NaN already.
         if np.all(np.frexp(scale)[0] == 0.5) or np.any(np.isnan(scale)):
             continue
         if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
@@ -376,11 +397,13 @@ def _is_at_hand(x: Any) -> bool:
         isinstance(y, (jax.Array, np.ndarray, np.generic))
         and not isinstance(y, jax.core.Tracer)
         and jnp.issubdtype(y.dtype, jnp.floating)
+        # Shards of other processes cannot be read here.
         and getattr(y, "is_fully_addressable", True)
         for y in leaves
     )
 
 
+# No stop_gradient: its zeros would train nothing, without a word.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _refuse_jvp(x: Any, message: str) -> Any:
     return x
@@ -398,6 +421,8 @@ def not_differentiable(tree: Any, message: str = _REFUSED) -> Any:
 
 def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
     if x.is_static and isinstance(scale, float):
+        # Python's FP64 holds any ratio of two scales, up to 2^252; `times` multiplies
+        # by it in two steps.
         data = times(as_float32(x.data), x.scale / scale)
     else:
         if isinstance(scale, float):
@@ -427,8 +452,10 @@ def _unscale_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     leaves.
     """
     (data, scale), (tangent, of_scale) = primals, tangents
+    # A zero of JAX's own says that nobody differentiates with respect to the scale.
     if not isinstance(of_scale, SymbolicZero):
         raise TypeError(_REFUSED)
+    # The cotangent would have the dtype of the data, in FP16 without a scale.
     if not has_range_of_float32(data.dtype):
         raise TypeError(
             f"asarray: the gradient through a result in {data.dtype} would lose what "
@@ -443,6 +470,7 @@ _unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
 
 def _times_scale(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
     """Return `data * scale`, which may be differentiated."""
+    # A program in FP64 keeps its digits.
     if data.dtype != jnp.float64:
         data = jnp.asarray(data, jnp.float32)
     if not isinstance(scale, float):
@@ -453,6 +481,7 @@ def _times_scale(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
 def check_powers(scale: Any) -> None:
     """Raise ValueError for numbers that are not valid scales."""
     for number in np.ravel(scale).tolist():
+        # `not >` refuses NaN, too.
         if not number > 0 or pow2_round(number) != number:
             raise ValueError(
                 f"ScaledArray: scale is {number}, expected a power of two in [2^-126,"
@@ -468,6 +497,7 @@ def check_known(scale: Any) -> None:
             for another argument.
         ValueError: a number is not a valid scale.
     """
+    # `as_scaled_array(x, jnp.float16)` is easily written for `dtype=`.
     if scale is not None and not isinstance(scale, jax.typing.ArrayLike):
         raise TypeError(
             f"scale is {scale!r}, expected a power of two or an FP32 array; a dtype is"

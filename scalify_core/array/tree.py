@@ -39,6 +39,7 @@ def leaves(tree: Any) -> list[Any]:
 
 def arrays_of(tree: Any) -> list[Any]:
     """Return the leaves of a tree, numbers of Python as arrays."""
+    # Optax takes numbers of Python among parameters and gradients.
     return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(tree)]
 
 
@@ -53,6 +54,8 @@ def readable(tree: Any, where: str) -> Any:
     )
 
 
+# For the moments' scales: two layers of 124M take 390 kernels on an H200, where one
+# buffer for each scale makes 450.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -87,6 +90,7 @@ def pack(tree: Any) -> Any:
     dynamic = {
         name: x for name, x in named.items() if is_scaled_array(x) and not x.is_static
     }
+    # The scales of a stack of layers are one array already.
     scales = {name: x.scale for name, x in dynamic.items() if x.scale.ndim == 0}
     if not scales:
         return tree
@@ -132,6 +136,8 @@ def with_dynamic_scales(tree: Any) -> Any:
 
     def convert(x: Any) -> Any:
         if is_scaled_array(x) and x.is_static:
+            # A new array each time: XLA refuses to donate one buffer for several
+            # leaves.
             return ScaledArray(x.data, jnp.full((), x.scale, jnp.float32))
         return x
 
@@ -166,9 +172,11 @@ def global_norm(tree: Any) -> jax.Array:
     values = [jnp.asarray(value_of(x)) for x in leaves(tree)]
     values = [x.astype(jnp.float32) for x in values if is_float(x)]
     if values:
+        # The square of a number beyond 2^64 is infinite in FP32.
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
     else:
         largest = jnp.float32(0)
+    # Infinity over infinity would be NaN, and so would zero over zero.
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.sum(jnp.square(x / unit)) for x in values]
     return unit * jnp.sqrt(sum(squares, jnp.float32(0)))
@@ -195,6 +203,7 @@ def register_flax() -> None:
         new = float(scale) if target.is_static else jnp.asarray(scale)
         return ScaledArray(state["data"], new)
 
+    # A second call, as from another notebook cell, is no error.
     serialization.register_serialization_state(
         ScaledArray, to_state, from_state, override=True
     )
@@ -203,6 +212,7 @@ def register_flax() -> None:
 def _scale_to_bytes(scale: float | None) -> bytes:
     if scale is None:
         return b""
+    # One order of bytes: an exported program is loaded on other machines.
     return struct.pack("<d", scale)
 
 

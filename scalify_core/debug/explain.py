@@ -39,7 +39,11 @@ from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import IN_FULL, PRODUCTS
 
+# An error of 0 gives way to the first figures that are measured.
 NOT_MEASURED = Figures(1.0, 1.0, *(0.0,) * 9)
+# Its results but the first have a scale for each block or row: their bytes times the
+# one scale of the tensor are no numbers to compare.
+OPERANDS_IN_BLOCKS = "rounded_product.fwd"
 
 
 def explain(
@@ -91,6 +95,8 @@ def explain(
         raise ValueError(
             f"explain: scales={scales!r}, expected one of {get_args(ScalePolicy)}"
         )
+    # The second trace finds the products that plain code has in FP32. Under propagated
+    # scales these have the format of the data, too.
     program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
     if closed_over or any(
         isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)
@@ -137,7 +143,8 @@ class Recorder(precision_warnings.Observer):
         self.tolerance = tolerance
         self.evaluate = Evaluator(measures, self)
         self.rows: dict[tuple, Row] = {}
-        # The place where booleans or integers first differ from plain FP32.
+        # Booleans and integers have no error to measure: only the first place where
+        # they differ is told.
         self.first_difference: str | None = None
         self._count = 0
         self._inside: _Inside | None = None
@@ -169,6 +176,7 @@ class Recorder(precision_warnings.Observer):
         ]
         values = [x.value for x in operands]
         program = fp32_reference.CallReference(operands)
+        # The program is evaluated as the body of a call, whose results are its own.
         self._inside = _Inside(program, NO_PLACE, (), "jit")
         self.evaluate(jaxpr, values)
         out: list[Any] = program.out
@@ -209,6 +217,8 @@ class Recorder(precision_warnings.Observer):
             # A JAX transformation that is tracing this has no numbers.
             if inside is None or isinstance(lax.full((), 0), jax.core.Tracer):
                 return run()
+            # With jit again: outside of it a composite is compiled as a function that
+            # binds it, and without jit would call itself for ever.
             with jax.disable_jit(False), precision_warnings.watching(None):
                 tensors = self._tensors_of(jaxpr, args, inside)
                 self._frame = frame = _Frame(tensors, inside.place, inside.path)
@@ -245,6 +255,7 @@ class Recorder(precision_warnings.Observer):
         if isinstance(atom, Literal):
             return Tensor(atom.val, atom.val, frame.place, 0)
         known = frame.tensors[atom]
+        # A constant is made twice, here and by the evaluator.
         if known.value is x:
             return known
         return dataclasses.replace(known, value=x)
@@ -262,10 +273,14 @@ class Recorder(precision_warnings.Observer):
             return run(operands)
         pairs = zip(eqn.invars, operands, strict=True)
         tensors = [self._read(frame, *pair) for pair in pairs]
+        # JAX traces a jitted function once: two calls of it have the same equations,
+        # and only the path of calls tells their rows apart.
         place, path = place_of(eqn, frame.place), (*frame.path, id(eqn))
         bodies = None
         if not is_plain(eqn, operands):
             rule = registry.rule_of(eqn)
+            # The rule rounds its operands: that is the operands' loss, and not the
+            # result's.
             if not rule.wide and not self.evaluate.measures:
                 tensors = [self.as_read(x, rule.as_read) for x in tensors]
             bodies = _bodies(eqn, tensors)
@@ -281,6 +296,7 @@ class Recorder(precision_warnings.Observer):
         finally:
             self._inside, self._frame = None, frame
         exact = bodies and bodies.results()
+        # The results of a call have rows already, of the equations inside.
         if exact is not None and eqn.primitive.name in fp32_reference.CALLS:
             results = [
                 dataclasses.replace(y, value=x) for x, y in zip(out, exact, strict=True)
@@ -291,6 +307,9 @@ class Recorder(precision_warnings.Observer):
                 made = fp32_reference.in_float32(eqn, *references)
                 exact = [Tensor(None, y, place, 0) for y in made]
             results = self.recorded(eqn, tensors, out, exact, casts, place, path)
+            # Rounded at one scale, the small terms of an operand are zeros. They matter
+            # where the other operand makes up for them, which no norm of an operand
+            # shows.
             if self.evaluate.measures and eqn.primitive.name in PRODUCTS:
                 self._see_lost_terms(eqn, tensors, *results)
         frame.tensors.update(zip(eqn.outvars, results, strict=True))
@@ -308,6 +327,7 @@ class Recorder(precision_warnings.Observer):
         if row is None or figures is None:
             return
         a, b, *rest = [fp32_reference.wide(v.logical(x.value)) for x in operands]
+        # Squares of small numbers underflow FP32, and of large ones overflow.
         units = [float(jnp.max(jnp.abs(x), initial=0.0)) or 1.0 for x in (a, b)]
         squares = [jnp.square(x / unit) for x, unit in zip((a, b), units, strict=True)]
         full = eqn.replace(params={**eqn.params, "precision": IN_FULL})
@@ -315,6 +335,8 @@ class Recorder(precision_warnings.Observer):
             np.asarray(fp32_reference.in_float32(full, *x, *rest)[0], np.float64)
             for x in ((a, b), squares)
         )
+        # Not over the norm of `exact`: where terms cancel, what is left is their
+        # roundings, as in plain FP16 code.
         wrong = np.linalg.norm(np.asarray(v.logical(result.value)) - exact)
         expected = units[0] * units[1] * math.sqrt(max(size.sum(), 0.0))
         limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
@@ -342,6 +364,8 @@ class Recorder(precision_warnings.Observer):
             zip(results, exact, eqn.outvars, strict=True)
         ):
             if (
+                # Later ones may follow from the first: a branch that went the other
+                # way.
                 self.first_difference is None
                 and (share := differing(x, like.reference)) > 0
             ):
@@ -359,11 +383,18 @@ class Recorder(precision_warnings.Observer):
                 vanished,
                 formats=casts.formats(),
             )
+            if i and name_of(eqn) == OPERANDS_IN_BLOCKS:
+                out.append(tensor)
+                continue
             if isinstance(x, Value):
+                # Measured scales leave a value that nothing stores in FP32, whatever
+                # its dtype says.
                 is_wide = x.expected_rms == v.MEASURED and not measuring.is_stored(x)
                 dtype = "float32" if is_wide else str(x.dtype)
                 shape = tuple(var.aval.shape)
                 new = Row(place, name_of(eqn), shape, dtype, NOT_MEASURED)
+                # The key is the same in every iteration: a loop of many turns has one
+                # row.
                 tensor.row = self.rows.setdefault((*path, i), new)
                 tensor.row.turns += 1
             self.measure(tensor, casts.lost())
@@ -384,6 +415,7 @@ class Recorder(precision_warnings.Observer):
         x.figures = measured(x, cast)
         if x.row is not None:
             data = x.value.data if isinstance(x.value, Value) else x.value
+            # The data's own dtype: a value that is not stored has FP32's range.
             least = float(jnp.finfo(data.dtype).tiny)
             loses = x.figures.loses(
                 self.tolerance, epsilon(x.row.dtype, *x.formats), least
@@ -414,6 +446,7 @@ class Casts:
         self._seen: list[tuple[str, Any]] = []
 
     def record(self, unrounded: Any, rounded_values: Any) -> None:
+        # Its own casts must not be observed.
         with precision_warnings.watching(None):
             lost, dtype = (
                 precision_warnings.losses(unrounded, rounded_values),
@@ -428,6 +461,7 @@ class Casts:
         return tuple(dtype for dtype, _ in self._seen)
 
     def lost(self) -> tuple[float, float, float]:
+        # A rule may cast several operands: the worst of them counts.
         largest = np.max([np.zeros(3), *(x for _, x in self._seen)], axis=0)
         norm, share, saturated = largest.tolist()
         return norm, share, saturated
@@ -441,6 +475,7 @@ def _bodies(eqn: Any, operands: list[Tensor]) -> Any:
     loop, condition = fp32_reference.LOOPS.get(name), eqn.params.get("cond_jaxpr")
     # A batch of `while` loops, each with its own end, has no common iterations.
     is_batch = condition is not None and condition.out_avals[0].shape
+    # An empty scan evaluates no body, so it has no results of one.
     if loop is None or is_batch or eqn.params.get("length") == 0:
         return None
     return loop(eqn, operands)

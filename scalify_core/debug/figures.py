@@ -62,6 +62,8 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
 
     `cast` holds the losses of casts, see `precision_warnings.losses`.
     """
+    # On the host: in FP64 no square of an FP32 number over- or underflows, and JAX has
+    # no FP64 by default.
     exact = np.asarray(x.reference, np.float64)
     data, scale, expected, least, limit = _taken_apart(x.value)
     with np.errstate(all="ignore"):
@@ -73,6 +75,7 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
             & np.isfinite(data)
             & (exact * logical > 0)
         )
+        # What is infinite in plain FP32, too, is no loss of ours.
         right, data = np.isfinite(exact) & ~masked, np.where(masked, 0, data)
         saturated = right & (~np.isfinite(logical) | (np.abs(data) >= limit))
         flushed = right & (exact != 0) & (logical == 0)
@@ -89,6 +92,8 @@ def measured(x: Tensor, cast: tuple[float, float, float]) -> Figures:
             flushed_norm=max(
                 float(np.linalg.norm(exact[flushed]) / size) if size else 0.0, cast[0]
             ),
+            # Below `least`, plain data of the format has zeros, too: no scale is to
+            # blame.
             vanished=_share(flushed & (np.abs(exact) >= least), exact.size),
             saturated=max(_share(saturated, exact.size), cast[2]),
             error=float(np.nan_to_num(error, nan=np.inf, posinf=np.inf)),
@@ -102,6 +107,7 @@ def _taken_apart(x: Any) -> tuple[np.ndarray, np.ndarray, float, float, float]:
 
     The expected RMS is 0 where there is none.
     """
+    # A value that is not stored has no scale, and no format whose limits it could meet.
     if isinstance(x, Value) and x.expected_rms == MEASURED and not is_stored(x):
         x = logical(x)
     if not isinstance(x, Value):
@@ -138,6 +144,7 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
     roundings.
     """
     name, terms = eqn.primitive.name, [x for x in operands if is_float(x.reference)]
+    # Integers and booleans have no errors to magnify.
     if len(terms) < len(operands):
         return 0.0
     sizes = [_rms(np.asarray(x.reference, np.float64)) for x in terms]
@@ -147,12 +154,16 @@ def cancelled(eqn: Any, operands: Sequence[Tensor], exact: Any) -> float:
         axes = eqn.params.get("axes")
         if axes is None:
             (axes, _), _ = eqn.params["dimension_numbers"]
+        # Independent terms add up as the root of their number.
         count = math.prod(terms[0].reference.shape[axis] for axis in axes)
         expected = math.prod(sizes) * math.sqrt(count)
     else:
         return 0.0
+    # At least a rounding: a term that is exact here may be rounded where the sum reads
+    # it.
     error = max(max(x.error, epsilon(x.format) if x.format else 0.0) for x in terms)
     size = _rms(np.asarray(exact, np.float64))
+    # All terms cancel: whatever is left here is their roundings.
     if not size:
         return math.inf
     if math.isfinite(expected) and math.isfinite(size):

@@ -33,6 +33,7 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
     """
     if not eqn.outvars:  # only the scaled program runs effects
         return []
+    # The plain functions of these round to FP8 by themselves.
     exact = _EXACT.get(name_of(eqn))
     if exact is not None:
         call = eqn.params["call"].replace(fun=exact)
@@ -62,6 +63,7 @@ def _product(lhs: Any, rhs: Any, *, product: Any) -> Any:
 
 def _product_fwd(lhs: Any, rhs: Any, *, product: Any) -> tuple[Any, tuple]:
     """Return the product, and residuals as those of the plain program."""
+    # The backward pass is an equation of the program, with so many operands.
     return _dot(product)(lhs, rhs), (lhs, rhs, *unused_scales(product))
 
 
@@ -91,6 +93,7 @@ class ScanReference:
 
     def operands(self, jaxpr: Any) -> list[Any]:
         del jaxpr
+        # A reverse scan, as of a backward pass, begins at the last slice.
         turn = self.length - 1 - len(self.ys) if self.reverse else len(self.ys)
         return [
             *self.consts,
@@ -105,6 +108,8 @@ class ScanReference:
         self.ys.append(out[n:])
 
     def results(self) -> list[Any] | None:
+        # A JAX transformation traced the body, and no iteration was seen: the loop is
+        # one equation then.
         if len(self.ys) != self.length:
             return None
         columns = zip(*(self.ys[::-1] if self.reverse else self.ys), strict=True)
@@ -141,6 +146,7 @@ class WhileReference:
         ]
 
     def done(self, jaxpr: Any, out: list[Any]) -> None:
+        # The condition's result is a boolean, and no carry.
         if jaxpr is not self.condition:
             self.carry = out
 
@@ -167,10 +173,13 @@ class CallReference:
         return self.out
 
 
+# Calls whose results the evaluator hands on as they are; under propagated scales it
+# rounds those of other bodies.
 INLINE = INLINED | {"jit"}
 CALLS = INLINE | {"remat2"}
 LOOPS: dict[str, Any] = {
     "scan": ScanReference,
     "while": WhileReference,
+    # The index of the branch is the scaled program's: references follow it.
     "cond": lambda eqn, operands: CallReference(operands[1:]),
 }

@@ -63,6 +63,7 @@ def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
     """
     backward = (
         outer.backward
+        # JAX's name scope of a backward pass.
         or "transpose(" in str(eqn.source_info.name_stack)
         or name_of(eqn).endswith(".bwd")
     )
@@ -73,6 +74,8 @@ def place_of(eqn: Any, outer: Place = NO_PLACE) -> Place:
     )
     if user_frame is None:
         return dataclasses.replace(outer, backward=backward)
+    # The innermost frame outside of JAX is a function of Flax or Optax that the user's
+    # line calls.
     library = "" if frames[0] is user_frame else frames[0].function_name
     return Place(
         user_frame.file_name,
@@ -88,6 +91,8 @@ def name_of(eqn: Any) -> str:
     return key_of(eqn).removeprefix(COMPOSITE)
 
 
+# Thousands of equations come from a few files.
 @functools.lru_cache(maxsize=4096)
 def _is_of(file: str, folders: tuple[str, ...]) -> bool:
+    # `python -m` and imports have frames of frozen modules, which lie in no folder.
     return file.startswith((*folders, "<frozen "))

@@ -100,6 +100,7 @@ def check_scalify(
             leaves,
             jax.tree.structure((0,) * len(leaves)),
             ways,
+            # The forward pass and the backward pass.
             2 * roundings,
         )
     return first
@@ -118,15 +119,19 @@ def _check(
 ) -> Any:
     """Check one function in all ways to run it."""
     formats = {FloatFormat.of(x.dtype) for x in leaves if is_scaled_array(x)}
+    # The tolerance is the epsilon of one format.
     assert len(formats) == 1, f"one format at a time: {formats}"
     (fmt,) = formats
     static, dynamic = with_static_scales(leaves), with_dynamic_scales(leaves)
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
     if strict:
+        # What plain code loses as its arguments are rounded is not asked of the scaled
+        # one.
         narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves)))
     else:
         narrow = None
+    # Propagated scales store every result in the format of the data.
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None
     for way in ways:
@@ -167,6 +172,7 @@ def _are_wide(fun: Callable, leaves: Sequence[Any]) -> list[bool] | None:
     try:
         narrow = reference_trace(fun, leaves)
     except TraceError:
+        # A branch on the dtype, or `jnp.linalg`, which has no FP16.
         return None
     return [dtype == np.float32 for dtype in dtypes_of_results(narrow.jaxpr)]
 
@@ -178,6 +184,8 @@ def _rounded(x: Any, dtype: Any) -> Any:
     """
     if not is_float(x):
         return x
+    # NumPy's cast overflows to infinity, as plain code does; the library's own
+    # saturates.
     with np.errstate(all="ignore"):
         return np.asarray(x).astype(dtype).astype(x.dtype)
 
@@ -232,10 +240,13 @@ def _assert_leaf_close(
     where: str,
 ) -> None:
     assert x.shape == y.shape, f"{where}: shape {x.shape}, expected {y.shape}"
+    # NumPy has no keys.
     if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     scale: Any = 1.0
     if is_scaled_array(x):
+        # With several scales, the largest: the bound is then too wide for some parts,
+        # and never too narrow.
         scale = np.max(np.asarray(x.scale))
         # FP32 data is as exact as the operands, which are in `fmt`.
         if x.dtype != jnp.float32:
@@ -256,6 +267,7 @@ def _assert_leaf_close(
         f" {y[~same].ravel()[:4]}"
     )
     x, y = np.where(finite, x, 0), np.where(finite, y, 0)
+    # A sum's rounding is relative to its largest terms, whatever the sum is.
     size = np.abs(y) if reduction == 1 else np.max(np.abs(y), initial=0.0)
     bound = (roundings + reduction) * fmt.epsilon * size + roundings * FP32.min_normal
     # Values below the smallest numbers of the data, or of the plain program, may be
@@ -289,6 +301,8 @@ def _assert_invariants(
     if y.dtype == jnp.float32:
         allowed = {fmt.dtype}
         if fmt in (E4M3, E5M2):
+            # Results of arithmetic on FP8 are FP16: each rounding to E4M3 costs up to
+            # 2^-4.
             allowed.add(np.dtype(np.float16))
         if is_wide:
             allowed.add(y.dtype)
@@ -311,6 +325,8 @@ def _gradient_of(fun: Callable, tree: Any, scaled: tuple[int, ...]) -> Callable:
         for y in jax.tree.leaves(fun(*jax.tree.unflatten(tree, leaves))):
             if is_float(y):
                 total += jnp.sum(
+                    # Weights of both signs and unlike sizes: of a plain sum, all
+                    # cotangents are 1, and a permuted gradient would pass.
                     y * np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
                 )
         return total

@@ -24,8 +24,11 @@ def in_order(call: Any, x: Any) -> Any:
     if not any(axes):
         return x
     if isinstance(x, Value):
+        # A scale that differs along axes would have to be moved as they are.
         x = v.scalar_scale(x)
         return dataclasses.replace(x, data=in_order(call, x.data), pre_rescale=None)
+    # A rule's results have the vmaps' axes in front, as JAX takes them from the
+    # batching rule of a composite.
     for depth, axis in enumerate(axes):
         x = jnp.moveaxis(x, depth + axis, depth)
     return x
@@ -45,6 +48,8 @@ def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
 def unused_scales(product: Product) -> tuple:
     """Return placeholders for the plain program's measured scales, in the residuals."""
     if product.current_scaling:
+        # The backward pass has one tree of residuals, whether scales were measured or
+        # not.
         return np.float32(1), np.float32(1)
     return ()
 
@@ -52,5 +57,7 @@ def unused_scales(product: Product) -> tuple:
 def call_on_data(call: Any, fun: Callable, *operands: Any) -> Any:
     """Return the results of `fun` on pytrees of arrays, under the vmaps of the call."""
     in_tree = jax.tree.structure(operands)
+    # As a call: its vmaps are then applied to any function, also where operands have
+    # their axes in different places.
     on_data = call.replace(fun=fun, static={}, in_tree=in_tree)
     return on_data.tree(*jax.tree.leaves(operands))

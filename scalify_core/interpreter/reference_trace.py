@@ -41,6 +41,7 @@ class DifferentProductsError(Exception):
 def aval_of(x: Any) -> Any:
     """Return the abstract value of a leaf in the FP32 trace."""
     if is_scaled_array(x):
+        # The type of the data, so that its sharding and its axes under shard_map stay.
         return jax.typeof(x.data).update(dtype=np.dtype(np.float32), weak_type=False)
     return jax.typeof(x)
 
@@ -60,6 +61,8 @@ def aval_in_format(x: Any) -> Any:
 
 def trace_of(fun: Callable, avals: Sequence[Any]) -> Any:
     """Return the trace of `jax.jit(fun)` for arguments like these."""
+    # Not make_jaxpr: what a function closes over in a transformation around it is then
+    # found (`_closed_over`).
     return jax.jit(fun).trace(*avals)
 
 
@@ -80,6 +83,8 @@ def reference_trace(fun: Callable, leaves: Sequence[Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
+    # The last frame is JAX's own, as a line of its linalg.py: it does not filter what
+    # `trace` raises.
     frames = [
         frame
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -140,10 +145,13 @@ def _products(jaxpr: Any) -> tuple[tuple[int, Any], ...]:
         if name in PRODUCTS:
             # Not the dtypes, in which the two traces differ.
             shapes = tuple(x.aval.shape for x in eqn.invars)
-            params = eqn.params.items()
-            dims = [str(x) for key, x in params if key.endswith("dimension_numbers")]
+            # Products of square matrices have equal shapes whichever axes they sum
+            # over.
+            dims = [x for key, x in eqn.params.items() if key.endswith("_numbers")]
             products.append((i, (name, shapes, dims[0])))
         else:
+            # Calls are compared whole: a cast adds equations to a trace, so products
+            # are found by their order, not by the number of their equation.
             inner = [x for _, x in _inner_jaxprs(eqn)]
             if any(map(has_products, inner)):
                 products.append((i, (name, len(inner))))
@@ -161,6 +169,7 @@ def _inner_jaxprs(eqn: Any) -> list[tuple[str, Any]]:
     return [
         (key, x)
         for key, value in eqn.params.items()
+        # A cond has its branches in a tuple.
         for x in (value if isinstance(value, tuple) else (value,))
         if isinstance(x, Jaxpr)
     ]
@@ -193,6 +202,8 @@ def _as_in(eqn: Any, reference: Any) -> Any:
     changed = False
     for (key, jaxpr), (_, other) in pairs:
         new.setdefault(key, []).append(with_fp32_products(jaxpr, other))
+        # The same object where nothing changes: caches are keyed by jaxprs, and calls
+        # that share one are traced once.
         changed |= new[key][-1] is not jaxpr
     if eqn.primitive.name == "scan":
         body, other = new["jaxpr"][0], reference.params["jaxpr"]
@@ -252,8 +263,8 @@ def dtypes_of_results(reference: Any) -> list[np.dtype | None]:
     ]
 
 
-# The program that `scalify` evaluates: a jaxpr, and the dtypes of its results.
-# Its gradient is a program of the same kind: the backward pass, of both traces.
+# A program keeps both of its traces, because which products of its gradient are FP32 is
+# found in the same way: the backward passes of both are laid beside each other.
 
 _DIFFERENT = (
     "with arrays in the formats of its data it has other products, or in another order"
@@ -290,6 +301,8 @@ class Program(NamedTuple):
             given: the results that have a cotangent. Others need no gradient, as those
                 of a loop of unknown length, which has none.
         """
+        # Both traces: a product of the backward pass is FP32 by promotion where plain
+        # code's is.
         wide, narrow = (x and _trace_vjp(x, wanted, given) for x in self.traces)
         return _compared(f"{self.name}, backward pass", wide, narrow)
 
@@ -328,8 +341,12 @@ def traced(
         second = reference_trace(fun, leaves)
     except TraceError as error:
         if has_products(wide.jaxpr):
+            # Without products nothing is read in a narrow format, so there is nothing
+            # to warn of.
             program = program._replace(unknown=str(error))
         return program, closed_over
+    # They are arguments by position, so both traces must read the same objects in the
+    # same order.
     if list(map(id, _closed_over(second))) != list(map(id, closed_over)):
         return program._replace(unknown=_DIFFERENT), closed_over
     return _compared(name, wide.jaxpr, second.jaxpr), closed_over
@@ -357,6 +374,8 @@ def _closed_over(traced: Any) -> list[Any]:
 def _trace_vjp(jaxpr: Any, wanted: Sequence[int], given: Sequence[int]) -> Any:
     count = len(jaxpr.invars)
 
+    # Of the jaxpr, not of the user's function: that has run once for each trace, and
+    # may print or count.
     def pulled(*operands: Any) -> Any:
         leaves, cotangents = operands[:count], operands[count:]
 
@@ -370,5 +389,6 @@ def _trace_vjp(jaxpr: Any, wanted: Sequence[int], given: Sequence[int]) -> Any:
         _, pullback = jax.vjp(of_wanted, *(leaves[i] for i in wanted))
         return pullback(list(cotangents))
 
+    # A cotangent comes as an array, and arrays have no weak type.
     avals = [jaxpr.out_avals[i].update(weak_type=False) for i in given]
     return trace_of(pulled, [*jaxpr.in_avals, *avals]).jaxpr

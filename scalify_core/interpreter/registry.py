@@ -74,6 +74,8 @@ class Rule:
         """Return an operand in the form that the rule reads."""
         if not isinstance(x, Value) or self.wide:
             return x
+        # A loop keeps it in FP32 inside, too: rounded here, a 1e-12 would enter as a
+        # zero.
         if self.control and x.is_fill_value:
             return x
         return v.narrow(x)
@@ -222,6 +224,8 @@ def _means_its_dtype(eqn: Any) -> bool:
         return True
     if eqn.primitive.name in COMBINERS:
         return False
+    # Its solvers or callbacks were traced by the user's function for that dtype, and
+    # may not take another.
     has_narrow = any(is_narrow(x.aval) for x in eqn.invars)
     return has_narrow and any(True for _ in jaxprs_in_params(eqn.params))
 
@@ -231,6 +235,8 @@ DEFAULT = Rule(default)
 
 def bind(eqn: Any, *operands: Any) -> Any:
     """Bind the equation's primitive to plain operands."""
+    # Some primitives, as custom_jvp_call, take functions where their equation has
+    # jaxprs.
     params = eqn.primitive.get_bind_params(eqn.params)
     return eqn.primitive.bind(*as_traced(eqn, operands), **params)
 
@@ -243,9 +249,11 @@ def bind_all(eqn: Any, *operands: Any) -> list[Any]:
     return [out]
 
 
-# An equation that computes in FP32 behind a user's cast to 16 bits.
+# Behind a user's cast the parameters and inner jaxprs of an equation say 16 bits, while
+# its operands here are logical numbers: so they are made to say FP32.
 
-# Reductions and scatters, by a function of two numbers that is an inner jaxpr.
+# Their inner jaxpr combines two numbers. It is no program of the user's that needs a
+# dtype, so it can be traced anew.
 COMBINERS = frozenset({"reduce", "reduce_window"}) | {
     f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")
 }
@@ -265,6 +273,8 @@ def wide_equation(eqn: Any) -> Any:
     }
     if eqn.primitive.name in COMBINERS:
         (key,) = {"jaxpr", "update_jaxpr"} & eqn.params.keys()
+        # Its numbers are logical ones, too: in FP16 a sum of 1e-9 would be zero inside
+        # of it.
         body = eqn.params[key]  # None: a scatter that replaces
         if body is not None and any(map(is_narrow, body.in_avals)):
             changed[key] = _wide_jaxpr(body)
@@ -293,6 +303,8 @@ def _in_wide(jaxpr: Any, *operands: Any) -> list[Any]:
     for eqn in jaxpr.eqns:
         args = list(map(read, eqn.invars))
         if eqn.primitive.name in CALLS:
+            # Functions of jax.numpy are jitted, and such a call has the dtypes that it
+            # was traced with.
             out = _in_wide(inner_jaxpr(eqn), *args)
         else:
             out = bind_all(wide_equation(eqn), *args)
@@ -312,6 +324,8 @@ def plain(eqn: Any, *operands: Any) -> list[Any]:
         out = [None] * len(numbers)
     for i, (number, var) in enumerate(zip(numbers, eqn.outvars, strict=True)):
         if number is not None:
+            # A broadcast of one element: known as a constant by its strides, and no
+            # array in memory.
             constant = np.asarray(number).astype(var.aval.dtype)
             out[i] = np.broadcast_to(constant, var.aval.shape)
     return out
@@ -325,6 +339,8 @@ def casts_to_narrow(eqn: Any, *operands: Any) -> bool:
     format holds needs none.
     """
     if eqn.primitive.name in CONTROL:
+        # A call of plain operands is bound as it is only if nothing inside of it needs
+        # a scale.
         return any(map(_has_casts, jaxprs_in_params(eqn.params)))
     if not _is_cast(eqn):
         return False
@@ -348,6 +364,8 @@ def _has_casts(jaxpr: Any) -> bool:
 
 def known(x: Any) -> Any:
     """Return a NumPy array of one number as a uniform constant; others unchanged."""
+    # `np.zeros(8)` that a function closes over is no broadcast, but must not set the
+    # scale of `zeros + x` either.
     if not isinstance(x, np.ndarray) or not x.size or not is_float(x):
         return x
     first = x[(0,) * x.ndim]
@@ -359,12 +377,15 @@ def known(x: Any) -> Any:
 def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
     """Return the number that fills each result, or None where it is unknown."""
     if eqn.primitive.name == "jit":
+        # The zeros of a user's jitted function must not set a scale outside of it.
         return _numbers_of(eqn.params["jaxpr"], operands)
     fold = _FOLDED.get(eqn.primitive.name)
     if fold is None or None in operands or not is_float(eqn.outvars[0].aval):
         return [None] * len(eqn.outvars)
     dtype = eqn.outvars[0].aval.dtype
     with np.errstate(all="ignore"):
+        # In the equation's dtype, so that the number is rounded as the program rounds
+        # it.
         return [float(fold(*(np.asarray(c).astype(dtype) for c in operands)))]
 
 
@@ -387,6 +408,8 @@ def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | 
     return list(map(read, jaxpr.outvars))
 
 
+# What builds constants, and is rounded alike by NumPy and every compiler: GPUs take
+# approximate quotients and roots.
 _FOLDED: dict[str, Callable] = {
     "broadcast_in_dim": np.asarray,
     "convert_element_type": np.asarray,
@@ -413,6 +436,8 @@ def apply_to_data(eqn: Any, *operands: Any) -> list[Any]:
     operands = tuple(map(v.scalar_scale, operands))
     out = bind_all(eqn, *map(v.data_of, operands))
     first = next(x for x in operands if isinstance(x, Value))
+    # sort and optimization_barrier take several arrays, each with a scale; split makes
+    # several of one.
     like = operands if len(out) == len(operands) else [first] * len(out)
     return [
         x.with_data(y) if isinstance(x, Value) and is_float(y) else y
@@ -424,6 +449,7 @@ def _as_traced(x: Any, aval: Any) -> Any:
     """Return a logical value in the dtype that it was traced with."""
     x = v.unscaled(x, aval.dtype)
     if is_narrow(aval):
+        # A plain operand may be wider than it was traced, and its bits are read.
         return lax.convert_element_type(x, aval.dtype)
     return x
 
@@ -433,6 +459,7 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
     x = v.logical(x)
     if not is_float(aval) or isinstance(x, jax.Ref):
         return x
+    # A program with x64 keeps FP64's digits.
     if aval.dtype.itemsize > 4:
         return lax.convert_element_type(x, aval.dtype)
     return formats.as_float32(x)

@@ -98,12 +98,14 @@ def scalify(
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_scaled_array)
         if any(map(is_scaled_array, leaves)):
             return scaled(args, kwargs)
-        # plain code, which a surrounding `scalify` sees as such
+        # Without a trace of its own: a `scalify` around it sees it as its own code.
         return asarray(fun(*args, **kwargs))
 
     @_collector_paused()  # until the traces of `fun` are freed
     def scaled(args: tuple, kwargs: dict[str, Any]) -> Any:
         call = call_of(fun, args, kwargs)
+        # Outside of `jit` a wrong scale is named here, by its argument's path; under
+        # `jit` the data reads as NaN.
         leaves = _checked(call.leaves, call.names)
         program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
         program.warn()
@@ -125,6 +127,8 @@ def _checked(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[
     traced_leaves = {
         i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)
     }
+    # Numbers at hand are not differentiated, and each refusal is an equation in the
+    # program.
     if traced_leaves:
         for i, x in not_differentiable(traced_leaves, _OUTSIDE).items():
             out[i] = x
@@ -147,6 +151,7 @@ def _collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        # Off inside of another scalify, which turns it on again.
         if enabled:
             gc.enable()
             gc.collect(1)  # one search of the new objects, where two would follow
@@ -177,9 +182,14 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
     Leaves of arguments and results that are not traced (`is_array`), as the functions
     in an Equinox module, pass through as they are.
     """
+    # One leaf, since its data means nothing without its scale.
     every, tree = jax.tree.flatten((args, kwargs), is_leaf=is_scaled_array)
+    # Traced, the numbers of an Equinox module would be parameters with gradients: a
+    # dropout's rate, which a weight decay moves, or an axis, which no longer serves as
+    # one.
     places = [i for i, x in enumerate(every) if is_array(x)]
-    # the leaves of the result, and its tree; arrays have been taken out
+    # A traced function returns arrays alone: what else the user's function returns, and
+    # its tree, leave the trace here.
     results: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
@@ -187,7 +197,10 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         for i, x in zip(places, leaves, strict=True):
             all_leaves[i] = x
         args, kwargs = jax.tree.unflatten(tree, all_leaves)
+        # A ScaledArray that the function made is no pair of leaves to give scales to.
         out, structure = jax.tree.flatten(asarray(fun(*args, **kwargs)))
+        # None stands for an array: trees have no None among their leaves. The second
+        # trace writes the same once more.
         results[:] = [
             [None if is_array(x) else _without_trace(x) for x in out],
             structure,
@@ -199,15 +212,19 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         return structure.unflatten([next(arrays) if x is None else x for x in rest])
 
     def names() -> list[str]:
+        # Only for a warning. The first key is that of the pair of args and kwargs.
         named = paths((args, kwargs))
         return [named[i].partition("]")[2] for i in places]
 
+    # For warnings and jaxprs; a partial has no name.
     flat.__name__ = getattr(fun, "__name__", "scalified")
     return FlatCall([every[i] for i in places], flat, unflatten, names)
 
 
 def _without_trace(x: Any) -> Any:
     """Return a leaf that is not traced; JAX may trace the gradient of integers."""
+    # `jax.grad(f, allow_int=True)` has such gradients, in a dtype that no equation
+    # takes.
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return np.zeros(x.shape, x.dtype)
     return x
@@ -238,6 +255,8 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
         evaluate: gives the results of a program of such leaves.
     """
 
+    # JAX's own gradient of the evaluated program would go through its measurements and
+    # its roundings, in the formats of the forward pass.
     @jax.custom_vjp
     def scaled(*leaves: Any) -> list[Any]:
         return evaluate(program, leaves)
@@ -251,6 +270,8 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
             for i, x in enumerate(primals)
             if _is_primal(x) and x.perturbed and is_float(x.value)
         }
+        # Only arguments are kept, since the backward program has the forward pass in
+        # it: what it needs stands in that program's own formats.
         out = scaled(*leaves)
         return out, (leaves, [getattr(x, "scale", None) for x in out], wanted)
 
@@ -258,17 +279,24 @@ def differentiable(program: Program, evaluate: Evaluate) -> Callable[..., list[A
         leaves, scales, wanted = not_differentiable(residuals, _SECOND)
         given = {}
         for i, (cotangent, scale) in enumerate(zip(cotangents, scales, strict=True)):
+            # A zero cotangent is left out and not computed with: a loop of unknown
+            # length has no gradient.
             value = _logical(cotangent, scale)
             if value is not None:
                 given[i] = not_differentiable(value, _SECOND)
+        # None is a zero cotangent for custom_vjp, of any leaf: of a ScaledArray too.
         gradients: list[Any] = [None] * len(leaves)
         if given:
             vjp = program.vjp(tuple(wanted), tuple(given))
             computed = evaluate(vjp, [*leaves, *given.values()])
             for i, gradient in zip(wanted, computed, strict=True):
+                # JAX wants the dtype of the argument, whatever format the backward pass
+                # has.
                 gradients[i] = asarray(gradient, jnp.result_type(leaves[i]))
         return tuple(gradients)
 
+    # Symbolic zeros tell which arguments are differentiated: others have no backward
+    # pass.
     scaled.defvjp(forward, backward, symbolic_zeros=True)
 
     def with_constant_scales(*leaves: Any) -> list[Any]:
@@ -288,6 +316,8 @@ def _logical(cotangent: Any, scale: Any) -> Any:
         return data
     if not has_range_of_float32(data.dtype):
         raise TypeError(_NARROW.format(data.dtype))
+    # The result is data * scale, so a cotangent of the data is `scale` times that of
+    # the value.
     return jnp.asarray(data, jnp.float32) / scale
 
 
@@ -295,6 +325,7 @@ def _with_constant_scale(x: Any) -> Any:
     """Return a result whose scale has no tangent, so that `asarray` can differentiate
     it.
     """
+    # A static scale is structure, which has no tangent.
     if not is_scaled_array(x) or x.is_static:
         return x
     return with_scale(x.data, lax.stop_gradient(x.scale))

@@ -180,7 +180,8 @@ def value(
     if dtype is None:
         dtype = data.dtype
     base, multiplier, static = None, 1.0, None
-    if type(scale) is float:
+    if isinstance(scale, float):
+        # What is left of a static size stands in `expected_rms`: no number at run time.
         static, rms_correction = scale, None
     else:
         base, multiplier = as_multiple(scale)
@@ -200,6 +201,8 @@ def uniform(x: Any) -> float | None:
     """Return the number that fills a plain constant, or None."""
     if isinstance(x, (Value, jax.core.Tracer)):  # nearly always
         return None
+    # float() of a complex literal drops its imaginary part, and says so in a mere
+    # warning.
     if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind == "c":
         return None
     if isinstance(x, (float, int, np.generic)):
@@ -226,6 +229,8 @@ def lift(x: Any, dtype: np.dtype) -> Value:
         return x
     constant = uniform(x)
     if constant is None:
+        # Its size is unknown while tracing, and a scale measured at run time would make
+        # every later scale one of run time.
         return value(as_float32(x), 1.0, 1.0, dtype)
     scale, rms = MIN_SCALE, 1.0
     if not has_any_scale(constant):
@@ -234,6 +239,7 @@ def lift(x: Any, dtype: np.dtype) -> Value:
         rms = abs(float(np.float32(constant)))
     data: Any = np.float32(constant)
     if np.shape(x):
+        # Not a NumPy array, whose elements would all stand in the program.
         data = lax.full(np.shape(x), data, _F32)
     return value(data, scale, rms, dtype)
 
@@ -252,6 +258,7 @@ def exact(v: Value) -> Value:
     if v.scale_multiplier == 1.0:
         return v
     scale, rest = number_and_rest(v.multiple)
+    # In FP32: the rest may be far from 1, and FP16 data is to stay near it.
     return v.with_data(times(data32(v), rest), dynamic=scale, scale_multiplier=1.0)
 
 
@@ -269,6 +276,7 @@ def narrow(v: Value) -> Value:
     """
     if v.data.dtype == v.dtype:
         return v
+    # A mask's -1e9 is meant to saturate: `explain` is not to name it.
     data = saturating_cast(v.data, v.dtype, meant=v.is_fill_value)
     return v.with_data(data, is_fill_value=False)
 
@@ -341,7 +349,12 @@ def hypot(a: Value, b: Value) -> tuple[Scale, float, Any]:
     r = lax.div(small, large)
     total = product(large, lax.sqrt(lax.add(np.float32(1), lax.mul(r, r))))
     scale = pow2_round(total)
+    # Each sum's scale follows from that of the sum before. XLA's CPU backend repeats
+    # the chain in every kernel that reads one of them: 150,762 instructions for the
+    # norm of 32 tensors, and 9,743 with this barrier.
     computed, rms_correction = materialize_once(scale, lax.div(total, scale))
+    # Without the remainder, scales that are rounded at each add creep: the data of 96
+    # equal adds reaches an RMS of 5.4.
     return computed, 1.0, rms_correction
 
 
@@ -357,6 +370,8 @@ def settled(
     Its scale moves to the nearest power of two if the expected RMS has left [1/slack,
     slack].
     """
+    # A size that is off by an octave costs no digits, while a new scale multiplies all
+    # of the data.
     fits = 1 / slack <= expected_rms <= slack
     if fits and (not is_static(scale) or MIN_SCALE <= scale <= MAX_SCALE):
         return value(data, scale, expected_rms, dtype)
@@ -390,6 +405,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
     power = jnp.where(
         (measured > 0) & jnp.isfinite(measured), pow2_round(measured), jnp.float32(1)
     )
+    # The kernel of the whole array reads both; on a GPU each would be a kernel before
+    # it.
     scale, change = in_one_kernel(*_rescaling(v, power))
     return dataclasses.replace(
         value(times(data32(v), change), scale, 1.0, v.dtype),
@@ -399,6 +416,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
 
 def rescaled_by_rms(v: Value) -> Value:
     """Return the value at the power of two nearest to its measured RMS."""
+    # Not `scales.rms_of`, which reads the data twice, for its peak and for its squares.
+    # Data is near 1, so its squares stay in FP32.
     return rescaled_by(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))), v)
 
 
@@ -454,6 +473,7 @@ def result_dtype(*operands: Any) -> np.dtype:
     wide = {f for f in formats if f.itemsize > 1} or {np.dtype(np.float16)}
     if len(wide) == 1:
         return wide.pop()
+    # FP16 beside BF16 is FP32, as in JAX: neither holds the numbers of the other.
     return np.dtype(jnp.result_type(*wide))
 
 
@@ -484,6 +504,7 @@ def _multiplied_out(x: Value) -> Value:
     Code that flattens values then finds all of their scale in `dynamic`. Copies that an
     inner jaxpr stores are not added to the original.
     """
+    # A copy that is made inside is a tracer of the inner trace: outside it would leak.
     x = dataclasses.replace(x, pre_rescale=None, copies=dict(x.copies))
     if x.scale_multiplier == 1.0:
         return x
@@ -493,12 +514,15 @@ def _multiplied_out(x: Value) -> Value:
 def _packed(x: Any, is_number: bool) -> Any:
     if isinstance(x, Value):
         return _multiplied_out(x)
+    # `jnp.asarray` of a reference fails, and reading it here would fix its content.
     if isinstance(x, jax.Ref):
         return x
     number, dtype = uniform(x), jnp.result_type(x)
     is_number = jnp.issubdtype(dtype, jnp.floating) or (
         is_number and jnp.issubdtype(dtype, jnp.integer)
     )
+    # A number in the structure is one trace for each number: right for constants, which
+    # set scales, and wrong for indices that change at each call.
     if number is None or not is_number:
         return jnp.asarray(x)
     return Constant(number, np.shape(x), np.dtype(dtype))

@@ -24,7 +24,9 @@ Parts = tuple[int, ...]
 _EXPONENT = np.int32(0x7F800000)  # the exponent bits of an FP32 number
 _MANTISSA = 23
 _ZEROS = np.int32(1 << _MANTISSA)  # the bits of 2^-126, the scale of zeros
-# The exponent of the largest stored magnitude of a result, unless it needs more range.
+# The exponent of a result's largest stored magnitude, unless it needs more range. Who
+# reads the data may take its RMS for 1: in FP16 that leaves 9 octaves above, and 31
+# below.
 RESULT_TOP = 6
 
 
@@ -114,6 +116,8 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
         return lax.lt(magnitude, spread(lax.mul(unit, np.float32(limit)), x.shape))
 
     loses = lax.bitwise_and(lax.gt(magnitude, np.float32(0)), below(fmt.min_normal))
+    # A gap without any element is no criterion: large numbers of a product cross zero,
+    # and fill it.
     between = lax.gt(below(2.0 ** (RESULT_TOP - 6)), below(2.0 ** (RESULT_TOP - 14)))
     counts = (lax.convert_element_type(each, jnp.int32) for each in (loses, between))
     more = lax.reduce_sum(lax.sub(*counts), range(x.ndim))
@@ -149,7 +153,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 BLOCKS = 256
 # Elements of a block: up to this length XLA's row reductions for GPUs are one kernel.
 LONGEST = 2**14
-SMALL = 2**14  # elements
+SMALL = 2**14  # elements: as long as a row that one kernel reduces
 LARGE_ROWS = 64  # rows of a table: XLA gives a kernel some 96 operands
 # Small rows are computed in that kernel: two new moments from four or five operands.
 SMALL_ROWS = 32
@@ -216,7 +220,7 @@ def _reduced(
 
     Zeros must not change the result of `combine`.
     """
-    # The rows of tables by length, each with the number of its array.
+    # By length: rows of one length make a table, and a table is a kernel.
     large = dict[int, list[tuple[jax.Array, int]]]()
     small = dict[tuple[int, ...], list[tuple[jax.Array, int]]]()
     number = itertools.count()
@@ -226,6 +230,8 @@ def _reduced(
             rows = [of_element(x.ravel()) for x in wide]
             small.setdefault(group[0].shape, []).extend(zip(rows, number, strict=False))
         else:
+            # Both moments of a parameter at once: the gradient that they are computed
+            # from is read once.
             rows = _at_once([of_element(_blocks(x)) for x in wide], combine, (1,))
             large.setdefault(rows[0].size, []).extend(zip(rows, number, strict=False))
     tables = list[tuple]()
@@ -240,6 +246,7 @@ def _reduced(
         for table in tables
     ]
     numbers = [n for _, n in itertools.chain(*tables)]
+    # Tables have the arrays by length; the caller's order is that of their numbers.
     return jnp.concatenate(results)[np.argsort(numbers)]
 
 

@@ -40,6 +40,8 @@ _FRACTION, _HIDDEN = np.uint32(0x007FFFFF), np.uint32(0x00800000)
 _NAN = np.uint32(0x7FC00000)
 # FP32(sqrt(2)) lies below sqrt(2)
 _ABOVE_SQRT2 = float(np.nextafter(np.float32(math.sqrt(2.0)), np.float32(2)))
+# The inverse of each scale is a normal FP32 number, too: that of 2^127 is subnormal,
+# which devices may flush to zero.
 MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -126, 126
 
 
@@ -95,9 +97,12 @@ class FloatFormat:
                 f" {sorted(_ALIASES)}"
             )
         fmt = cls(int(match[2]), int(match[3]))
+        # The sizes do not say that E4M3 has no infinities, nor which formats have a
+        # dtype.
         fmt = next((known for known in _NATIVE if str(known) == match[1]), fmt)
         if not match[4]:
             return fmt
+        # A native cast rounds to nearest, so these formats are simulated in FP32.
         return dataclasses.replace(
             fmt, dtype=None, rounding="truncate" if match[4] == "t" else "stochastic"
         )
@@ -182,6 +187,8 @@ class FloatFormat:
                 f"{self}: cast_or_nan is for 8-bit formats; cast keeps infinities"
             )
         x = jnp.asarray(x)
+        # 448 and 57344 are numbers of FP16 and BF16, so the operand need not be
+        # widened.
         limit = np.asarray(self.max, x.dtype)
         # Infinity minus infinity is NaN, any other number minus itself is zero, which
         # leaves the sign of a zero.
@@ -262,6 +269,8 @@ class FloatFormat:
             least = np.float32(self.min_normal)
             added = jnp.where(magnitude < least.view(np.uint32), least, np.float32(0))
             shifted = as_bits(as_float(magnitude) + added)
+        # A carry into the exponent is right: it gives the first number of the next
+        # octave.
         rounded = (shifted + offset) & u32(2**32 - 2**cut)
         if self.bias < FP32.bias:
             rounded = as_bits(as_float(rounded) - added)
@@ -289,10 +298,14 @@ class FloatFormat:
         shift = jnp.minimum(shift, u32(25))
         if self.rounding != "truncate":
             odd = (significand >> shift) & 1
+            # Half a place, less one bit where the place is even: ties go to even.
+            # Without a cut there is no half.
             significand += jnp.where(
                 shift > 0, (u32(1) << shift >> 1) - 1 + odd, u32(0)
             )
         cut = significand >> shift << shift
+        # The hidden bit adds one to the exponent, as does a carry. An FP32 subnormal
+        # has no hidden bit, and its field stays 0.
         rounded = jnp.where(cut == 0, u32(0), ((exponent - 1) << 23) + cut)
         return self._saturated(rounded, bits)
 
@@ -305,12 +318,16 @@ class FloatFormat:
         special: Any = magnitude
         if not self.infinities:
             special = _NAN
+        # Positive floats are in the order of their bits. A minimum of floats would
+        # flush FP32's subnormal numbers on CPU.
         rounded = jnp.minimum(rounded, np.float32(self.max).view(np.uint32))
         rounded = jnp.where(magnitude >= _INFINITY, special, rounded)
         return lax.bitcast_convert_type(rounded | (bits & _SIGN), jnp.float32)
 
 
 _SUFFIXES = {"nearest": "", "truncate": "t", "stochastic": "s"}
+# The FP8 types that XLA hands to cuBLASLt's FP8 kernels: with IEEE's E4M3 and the fnuz
+# types it multiplies in BF16.
 E4M3 = FloatFormat(4, 3, infinities=False, dtype=np.dtype(jnp.float8_e4m3fn))
 E5M2 = FloatFormat(5, 2, dtype=np.dtype(jnp.float8_e5m2))
 FP16 = FloatFormat(5, 10, dtype=np.dtype(jnp.float16))
@@ -343,6 +360,7 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
     They are a hash of its index and of the bits of the whole array.
     """
+    # A sum of integers is the same in any order, so on any number of devices.
     words = lax.bitcast_convert_type(x, jnp.uint32)
     return counter_bits(x.shape, jnp.sum(words, dtype=jnp.uint32), 0, 0)
 
@@ -445,6 +463,8 @@ def _pow2(x: Any, up_from: float) -> Any:
     x = jnp.asarray(x, jnp.float32)
     border = np.float32(up_from).view(np.uint32) - np.float32(1).view(np.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
+    # What is missing from the border to the next octave: added to the bits, it carries
+    # into the exponent from the border on.
     raised = (bits + (_HIDDEN - border)) & _INFINITY
     low, high = (
         np.float32(2.0**e).view(np.uint32)
@@ -464,12 +484,11 @@ def _pow2_number(x: float, up_from: float) -> float:
         return 2.0**MIN_SCALE_EXPONENT
     if math.isinf(x):
         return 2.0**MAX_SCALE_EXPONENT
+    # Not log2, which gives 3 for the largest number below 8.
     significand, exponent = math.frexp(abs(x))
     exponent += (2 * significand >= up_from) - 1
     return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)
 
-
-# Plain arrays and their formats: casts that saturate, and uniform constants.
 
 _F32 = np.dtype(np.float32)
 
@@ -479,6 +498,7 @@ def is_float(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float)
+    # A reference has a dtype, and no conversion: it is read first.
     return _is_float_dtype(dtype) and not isinstance(x, jax.Ref)
 
 
@@ -503,6 +523,7 @@ def is_narrow_dtype(dtype: Any) -> bool:
 def has_range_of_float32(dtype: Any) -> bool:
     """Return whether a format has the range of FP32, and so needs no scale."""
     dtype = np.dtype(dtype)
+    # Below the largest numbers of FP32 and BF16, which differ, and above FP16's 2^16.
     return dtype.itemsize >= 4 or FloatFormat.of(dtype).max > 2.0**120
 
 
@@ -517,6 +538,8 @@ def materialize(x: Any) -> Any:
 
     A uniform constant becomes a broadcast, not an array of constants.
     """
+    # Strides of zero are those of `np.broadcast_to`. A compiled program would hold
+    # every element of a plain constant.
     if isinstance(x, np.ndarray) and x.ndim and not any(x.strides):
         return lax.full(x.shape, x[(0,) * x.ndim] if x.size else 0, x.dtype)
     return x
@@ -545,6 +568,8 @@ def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
+    # Nothing to saturate: a clamp would be one more operation in front of each
+    # widening.
     if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):
         return lax.convert_element_type(x, dtype)
     if has_range_of_float32(dtype):  # it has FP32's subnormal numbers, too
@@ -561,6 +586,8 @@ def fp8_cast(x: Any, fmt: FloatFormat) -> Any:
     return precision_warnings.observe_rounding(x, fmt.cast_or_nan(x))
 
 
+# One call in a jaxpr in place of five equations: a program has hundreds of casts, and
+# tracing costs by the equation.
 @functools.partial(jax.jit, static_argnums=1)
 def _saturating_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     x = as_float32(x)

@@ -11,8 +11,6 @@ from jax import lax
 from jax._src.util import weakref_lru_cache
 from jax.sharding import AxisType
 
-# The name scopes and compiler contexts of equations.
-
 
 def scope_of(eqn: Any) -> tuple[Any, Any]:
     """Return an equation's named scopes, and its context.
@@ -36,8 +34,6 @@ def within(scopes: Any, ctx: Any) -> Iterator[None]:
             stack.enter_context(ctx.manager)
         yield
 
-
-# Caches of facts about a jaxpr, kept as long as the jaxpr exists.
 
 # A jaxpr holds the arrays that a program closes over, such as parameters: it must be
 # freed with its program. So cached results must not hold the jaxpr itself, except by a

@@ -16,10 +16,12 @@ import numpy as np
 FLUSHED = 0.01  # reported share of a tensor's norm
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
 ENTERING = 0.1
+# A context variable: programs that are traced in other threads are not observed.
 _watcher: ContextVar[Callable[[Any, Any], None] | None] = ContextVar(
     "watcher", default=None
 )
-_warned: dict = {}  # the registry of warnings that were shown
+# Of the texts that were shown: each is shown once, from whatever module it comes.
+_warned: dict = {}
 
 
 class PrecisionWarning(UserWarning):
@@ -64,12 +66,14 @@ def losses(unrounded: Any, narrowed: Any) -> jax.Array:
     """
     x, y = jnp.abs(jnp.asarray(unrounded, jnp.float32)), jnp.asarray(narrowed)
     limit = float(jnp.finfo(y.dtype).max)
+    # An infinity, as of a mask, is no loss of the rounding.
     finite = jnp.isfinite(x)
     peak = jnp.max(jnp.where(finite, x, 0), initial=0.0)
     # Squares of small numbers would underflow FP32.
     x_unit = jnp.where(finite, x, 0) / jnp.where(peak > 0, peak, 1)
     flushed = (x > 0) & (y == 0)
     squares = jnp.square(x_unit)
+    # All zeros lose nothing; 0 / 0 would be NaN.
     norm = jnp.sqrt(
         jnp.sum(squares, where=flushed)
         / jnp.maximum(jnp.sum(squares), np.float32(1e-30))
@@ -91,12 +95,15 @@ def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     top = jnp.max(magnitude, initial=0.0)
     small = magnitude < top * 2.0**-14
+    # Counted, since a gap without any element tells nothing: large numbers of a product
+    # cross zero, and fill it.
     between = jnp.sum((magnitude < top * 2.0**-6) & ~small)
     count = jnp.sum(small & (magnitude > 0))
     largest = jnp.max(jnp.where(small, magnitude, 0), initial=0.0)
     # Squares of small numbers would underflow FP32.
     unit = jnp.where(largest > 0, largest, 1)
     off, size = (jnp.sum(jnp.square(jnp.where(small, a / unit, 0))) for a in (x - y, x))
+    # `not <=`: a NaN counts as lost.
     lost = (count > between) & ~(off <= FLUSHED**2 * size)
     return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
 
@@ -138,10 +145,12 @@ def _warn_once(text: str) -> None:
 def _not_held(
     x: jax.Array, data: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the share of nonzero elements that become zero, and of the norm that
+    """Return the share of the elements that become zero, and of the norm that
     saturates.
     """
     x = jnp.asarray(x, jnp.float32)
+    # The largest number of a format may also be the right one: what counts is how far
+    # `value` is off.
     clipped = jnp.isfinite(x) & (jnp.abs(data) == jnp.finfo(data.dtype).max)
     finite = jnp.where(jnp.isfinite(x), x, 0)
     # In units of the largest, so that no square overflows.
@@ -159,6 +168,7 @@ def unreadable(where: str, names: Sequence[str]) -> None:
     """
     if not names:
         return
+    # A tree that is one ScaledArray has an empty path.
     which = names[0] or "a ScaledArray"
     if len(names) > 1:
         which = f"{which} (and {len(names) - 1} more)"

@@ -91,6 +91,8 @@ def near(scales: Sequence[Scale]) -> bool:
 
     Data at the smallest scale then loses nothing at the largest.
     """
+    # E4M3 of a Gaussian is as exact at an RMS of 2^-4 as at 1; at 2^-7 it has lost 9 of
+    # 31 dB.
     return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
 
 
@@ -109,7 +111,7 @@ def _multiplied(a: Any, b: Any, smaller: Any) -> Any:
     # Zeros stay zeros: otherwise the product of zeros and a large scale would look like
     # a number of moderate size, and set the scale of a sum.
     zeros = lax.lt(smaller, np.float32(LEAST_NONZERO_SCALE))
-    # A scale that is not of zeros stays within [2^-125, 2^125].
+    # Not at 2^-126: a small product must not be taken for one of zeros.
     clipped = lax.clamp(
         np.float32(LEAST_NONZERO_SCALE),
         lax.mul(a, b),
@@ -134,6 +136,7 @@ def ratio(a: Any, b: Any) -> Any:
     quotient = lax.mul(base, pow2_inverse(b))
     if by != 1.0:
         quotient = lax.mul(quotient, np.float32(by))
+    # Infinity, from scales at both ends, would make NaN of zeros in the data.
     quotient = lax.min(quotient, np.float32(MAX_SCALE))
     if is_static(a) and a >= LEAST_NONZERO_SCALE:
         return quotient
@@ -153,6 +156,7 @@ def product(a: Any, b: Any) -> Any:
     if is_static(b):
         a, b = b, a
     if is_static(a):
+        # The same object: `same_scale` knows run-time scales by identity.
         if a == 1.0:
             return b
         base, by = as_multiple(b)
@@ -220,6 +224,8 @@ def between(scales: Sequence[Scale]) -> Scale:
     top = largest(*scales)
     if all(map(is_static, scales)):
         low = min(scales)
+        # At the largest scale, FP32 data of a far smaller one would lose what plain
+        # FP32 keeps.
         if top <= low * 2.0**64:
             return top
         return pow2_round(math.sqrt(top) * math.sqrt(low))
@@ -231,6 +237,7 @@ def between(scales: Sequence[Scale]) -> Scale:
         jnp.minimum,
         (jnp.where(s < np.float32(LEAST_NONZERO_SCALE), top, s) for s in numbers),
     )
+    # Root by root: the product of two scales may leave FP32.
     middle = pow2_round(jnp.sqrt(top) * jnp.sqrt(low))
     return jnp.where(top > low * np.float32(2.0**64), middle, top)
 
@@ -280,6 +287,8 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             # which a compiler would multiply with each other.
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
             return times(barrier(times(as_float32(x), step)), factor / step)
+        # Such factors are numbers of FP16 and BF16, and none makes a number of the data
+        # infinite: 16-bit data is multiplied as it is.
         in_format = (
             x.dtype.itemsize == 2
             and 2.0**-14 <= abs(factor) <= 1
@@ -334,6 +343,7 @@ def rms_scale(x: Any) -> jax.Array:
         jnp.clip(pow2_round(rms), LEAST_NONZERO_SCALE, MAX_SCALE),
         jnp.float32(MIN_SCALE),
     )
+    # A scale of NaN would hide which elements are not finite.
     return jnp.where(jnp.isfinite(rms), scale, jnp.float32(1))
 
 

@@ -32,6 +32,7 @@ def blocks_of_queries(queries: int, keys: int, sees: Sees) -> list[tuple[slice, 
         slice(start, min(start + size, queries)) for start in range(0, queries, size)
     ]
     window = sees.window or queries
+    # From the first query of the block on: `masked_logits` masks the rest.
     first = [max(0, block.start - window + 1) for block in rows]
     last = [block.stop if sees.causal else keys for block in rows]
     return [(rows[i], slice(first[i], last[i])) for i in range(len(rows))]
@@ -53,7 +54,9 @@ def masked_logits(
         key = jnp.arange(cols.start, cols.stop)[None, :]
         visible = key <= query
         if sees.window is not None:
+            # The window counts the query itself, as Hugging Face's Mistral does.
             visible &= key > query - sees.window
+        # -inf is below logits of any size, and its exponential is exactly zero.
         logits = jnp.where(visible[None, None], logits, -jnp.inf)
     if segments is not None:
         same = segments[:, rows, None] == segments[:, None, cols]

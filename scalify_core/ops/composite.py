@@ -34,6 +34,9 @@ from jax.interpreters import ad, batching, mlir
 
 from scalify_core.numerics.jaxprs import axes_of, per_jaxpr, varying
 
+# A primitive: calls that are told by the names of `jax.jit` do not survive partial
+# evaluation, which changes their arguments, and `jax.lax.composite` has no batching
+# rule.
 composite_p = Primitive("scalify_composite")
 composite_p.multiple_results = True
 
@@ -84,12 +87,15 @@ class CompositeCall:
 
         Rules call their own function on data with it.
         """
+        # JAX caches the trace of a jitted function, so a layer's hundredth call is
+        # looked up.
         jaxpr = _jitted_call(self).trace(*operands).jaxpr
         return composite_p.bind(*operands, jaxpr=jaxpr, call=self)
 
     def replace(self, **changes: Any) -> CompositeCall:
         """Return the same call with other fields; `static` may be a dict."""
         if isinstance(changes.get("static"), dict):
+            # One order, so that equal settings are one key of the caches.
             changes["static"] = tuple(sorted(changes["static"].items()))
         return dataclasses.replace(self, **changes)
 
@@ -105,6 +111,8 @@ class Composite:
         self.fun, self.name, self.cuda = fun, name, cuda
         self.cuda_fwd: Callable | None = None
         self.cuda_bwd: Callable | None = None
+        # A custom_vjp for each set of static arguments: a new one at each call would
+        # miss all of JAX's caches.
         self._differentiable = functools.lru_cache(maxsize=512)(
             self._make_differentiable
         )
@@ -137,12 +145,14 @@ class Composite:
     def bwd(self, residuals: Any, gradient: Any, **static: Any) -> tuple:
         """Return the gradients of the arguments; None for integers."""
         _, pullback = jax.vjp(functools.partial(self.fun, **static), *residuals)
+        # No equation has float0, JAX's dtype for the gradients of integers.
         return jax.tree.map(
             lambda x: None if x.dtype == jax.dtypes.float0 else x, pullback(gradient)
         )
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """Call the function."""
+        # JAX's custom_vjp takes no object that only has `__jax_array__`.
         args = jax.tree.map(jnp.asarray, args)
         args = _equally_varying(args)
         return self._differentiable(tuple(sorted(static.items())))(*args)
@@ -238,6 +248,7 @@ def _jitted(jaxpr: Any, name: str) -> Callable:
     return jax.jit(fun)
 
 
+# By the call and not by the function: vmaps and static arguments change its trace.
 @functools.lru_cache(maxsize=512)
 def _jitted_call(call: CompositeCall) -> Any:
     """Return the jitted function of equal calls, so that traces are cached."""
@@ -245,6 +256,7 @@ def _jitted_call(call: CompositeCall) -> Any:
     def fun(*operands: jax.Array) -> Any:
         return call.tree(*operands)
 
+    # The name stands in profiles and in the compiled program.
     fun.__name__ = call.name
     return jax.jit(fun)
 
@@ -268,6 +280,8 @@ def _compiled(jaxpr: Any, call: CompositeCall) -> Callable:
 
 @composite_p.def_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: Any, call: CompositeCall) -> Sequence[Any]:
+    # A number of Python as a result is an array like others. Weakly typed, it would
+    # take the dtype of its neighbors, FP16 say.
     return [aval.strip_weak_type() for aval in jaxpr.out_avals]
 
 
@@ -296,6 +310,7 @@ def _jvp(
 
     The first are taken by custom_vjp, above this primitive.
     """
+    # `jax.jvp` takes no symbolic zeros.
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return jax.jvp(
         lambda *xs: jax.core.eval_jaxpr(jaxpr, jaxpr.consts, *xs),
@@ -313,6 +328,8 @@ def _batch(
 ) -> tuple[Any, Any]:
     del jaxpr
     call = call.replace(in_axes=(*call.in_axes, tuple(axes)))
+    # Bound again as one equation of the whole batch, whose rule may see the entries'
+    # axes.
     out = call.bind(*operands)
     return out, [0] * len(out)
 

@@ -172,6 +172,7 @@ def backward(
         use_causal_mask=causal,
         layout=library.AttentionLayout.BTNH.value,
     )
+    # The fourth is that of the logits' gradients, whose bound needs no measurement.
     return Gradients(dq, dk, dv, jnp.stack([x.reshape(()) for x in amax[:3]]))
 
 
@@ -179,6 +180,8 @@ def _library() -> Any:
     """Return JAX's private module; RuntimeError: another version than the one that this
     file was written for.
     """
+    # Operands are bound by position: another version's kernel could take one for
+    # another, in silence.
     if reason := wrong_jax():
         raise RuntimeError(reason)
     from jax._src.cudnn import fused_attention_stablehlo

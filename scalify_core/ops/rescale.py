@@ -27,6 +27,8 @@ def _acting(
     """
     made = composite(fun, name=name)
     made.defvjp(
+        # `fun(x)` and not `x`: otherwise a cast would do nothing in every function that
+        # is differentiated.
         lambda x, **static: (fun(x, **static), None),
         lambda _, g, **static: (cotangent(g, **static),),
     )
@@ -55,6 +57,7 @@ def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays,
     for statistics. Not differentiable.
     """
+    # Neither data nor scale alone has a gradient that means anything.
     return _get_data_scale(jax.lax.stop_gradient(x))
 
 
@@ -127,12 +130,15 @@ def dynamic_rescale_max_grad(x: jax.Array) -> jax.Array:
 
 def _power_of_two(name: str, number: float) -> float:
     number = float(number)
+    # Any other factor would round the data, where a change of scale is exact.
     if not number > 0 or pow2_round(number) != number:
         raise ValueError(f"{name}: {number} is no power of two in [2^-126, 2^126]")
     return number
 
 
 def _quantized(x: jax.Array, *, fmt: FloatFormat) -> jax.Array:
+    # Not by a cast and its inverse: XLA removes both on GPUs, while tests on a CPU
+    # pass.
     return fmt.quantize(x).astype(x.dtype)
 
 

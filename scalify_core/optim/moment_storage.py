@@ -44,8 +44,9 @@ from scalify_core.optim.weights import (
 _SQUARE_FLOOR = 2.0**-120
 
 
-# Returns the largest magnitude of each array, FP32 [number of arrays]. Its arguments:
-# groups of arrays, each the moments of one parameter, and the parameters' paths.
+# How the largest magnitude of each array is found, FP32 [number of arrays]: arrays that
+# are split over devices move their maxima alone. Arguments: groups of arrays, each the
+# moments of one parameter, and the parameters' paths.
 AmaxFn = Callable[[Sequence[Sequence[jax.Array]], Sequence[tuple]], jax.Array]
 
 
@@ -84,7 +85,8 @@ class Stored:
     sqrt: bool = False
     rounding: Rounding = "stochastic"
     relative_to: str | None = None
-    largest_quotient: float | None = 28.0  # above Adam's quotients and roundings
+    # Above Adam's quotients and roundings; 448 / 16, so E4M3's scale is exactly 2^-4.
+    largest_quotient: float | None = 28.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a format that cannot be stored or an unknown
@@ -115,15 +117,24 @@ def stored_fields(
             )
     for name, given in (("nu", nu), ("mu", mu)):
         fmt = given if isinstance(given, FloatFormat) else FloatFormat.of(given)
+        # FP32 is the optimizer's own form: no scale, and no square root that would
+        # change its bits.
         if fmt is FP32:
             continue
         if name in stored:
             raise ValueError(
                 f"scaled_state: {name} is given twice, as {name}={fmt} and in fields"
             )
+        # Stochastic, also in FP16: to nearest, at b2 = 0.999, steps are 1.8% too large,
+        # in E5M2 3.8 times as large.
         stored[name] = Stored(fmt, sqrt=name == "nu")
+        # A first moment forgets in ten steps: to nearest, its error in FP16 stays below
+        # 0.5%, without random bits.
         if name == "mu" and fmt.mantissa_bits >= 10:
             stored[name] = Stored(fmt, rounding="nearest")
+        # By the amax an embedding's first moment is 9% off in E4M3, or 21% with rows by
+        # Zipf's law; the quotient is 3.5 and 7.8%. Not at a constant scale: ADOPT and
+        # NovoGrad have other units.
         if name == "mu" and fmt.mantissa_bits <= 3 and "nu" in stored:
             stored[name] = Stored(fmt, relative_to="nu", largest_quotient=None)
     for name, how in stored.items():
@@ -179,7 +190,9 @@ def flatten(
         missing.discard(field.name)
         if how.relative_to is not None:
             partner = jax.tree_util.GetAttrKey(how.relative_to)
+            # The same path with the other field: `mu` and `nu` have one tree.
             other = places.get(tuple(partner if key is field else key for key in path))
+            # Muon's moment has no partner; at a measured scale it is stored by itself.
             if other is None and how.largest_quotient is not None:
                 missing.add(how.relative_to)
         plans.append(Plan(how, other, tuple(key for key in path if key is not field)))
@@ -281,6 +294,8 @@ def new_scales(
         if other is not None:
             # The divisor as it is stored, in two bits, may be smaller by a fifth.
             new[leaf] = 1.25 * new[leaf] / _divisor(new[other])
+        # By parameter: both moments are computed from one gradient, which one kernel
+        # then reads once.
         groups = stacks if is_stack[leaf] else alone
         groups.setdefault((parameter, new[leaf].shape), []).append(leaf)
     measured = list(itertools.chain(*alone.values(), *stacks.values()))
@@ -306,7 +321,10 @@ def new_scales(
         for group in stacks.values():
             peaks += largest_of_rows([new[leaf] for leaf in group])
         largest = jnp.concatenate(peaks)
+        # The root of the maximum: the maximum of roots would take a root for each
+        # element.
         largest = jnp.where(is_root, _square_root(largest), largest)
+        # An infinity would set the scale, and zeros would bring the smallest one.
         is_new = jnp.isfinite(largest) & (largest > 0)
         if accept is not None:
             is_new = is_new & accept
@@ -326,6 +344,7 @@ def new_scales(
 
 def _top(how: Stored) -> float:
     """Return the largest stored number; BF16 data is stored like FP16 data."""
+    # At BF16's own maximum, the scales of most moments would be below 2^-126.
     return min(how.format.max, FP16.max)
 
 
@@ -405,6 +424,7 @@ def narrow_arrays(
                 out[i] = x
             inverse |= zip(group, inverses_of_group, strict=True)
             previous = group
+        # The root is stored first: the quotient is taken of what later steps read.
         for i in sorted(group, key=lambda i: plans[i].other is not None):
             fresh[i] = narrow(i)
             out[i] = restore_rejected(i, fresh[i])
@@ -422,6 +442,8 @@ def narrow_first_arrays(new: list[Any], plans: list[Plan]) -> list[Any]:
         if how is None:
             out.append(x)
         elif other is None:
+            # Without the parameter's path: the plan is static, and a path would compile
+            # a program for each leaf.
             out.append(_narrow_first([x], (Plan(how, None, None),)))
         else:
             pair = Plan(how, 1, None), plans[other]._replace(parameter=None)

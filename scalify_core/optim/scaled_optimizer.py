@@ -122,6 +122,7 @@ def scaled_state(
             a field is given twice, or a format has no native dtype.
     """
     stored = stored_fields(mu, nu, fields)
+    # A transformation that takes no further arguments then ignores those of others.
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> ScaledOptState:
@@ -156,6 +157,8 @@ def scaled_state(
             new, _, treedef = flatten(inner_state, stored)
             return updates, new, treedef
 
+        # Nothing to widen, so the optimizer runs once: bits and kernels are those of
+        # the plain one.
         if not stored:
             updates, inner_state = tx.update(
                 wide(updates), state.inner_state, wide(params), **extra
@@ -199,11 +202,15 @@ def scaled_state(
         )
         flat, form = jax.tree.flatten(updates)
         updates = jax.tree.unflatten(form, _with(flat, small))
+        # The old values from behind the barrier, too: else the select of `accept` is a
+        # pass and a copy of its own for every moment.
         old, step = flatten(inner_state, stored)[0], state.step + 1
 
         def restore_rejected(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
+            # A stack's rows are written again by a later kernel: not held, each row is
+            # copied first.
             data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
@@ -247,6 +254,7 @@ def propagated_state(
         ValueError: from `init`, if the state has no array in a field of a given name; a
             format has no native dtype.
     """
+    # For `flatten` alone: `scalify` stores them.
     stored = {name: Stored(fmt, rounding="nearest") for name, fmt in fields.items()}
     tx = optax.with_extra_args_support(tx)
 
@@ -287,6 +295,8 @@ def propagated_state(
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             updates, inner_state = tx.update(updates, inner_state, params, **extra)
             return updates, jax.tree.map(
+                # Rules assume independent terms, and moments add up what agrees: SGD
+                # with momentum was all zeros after 29 steps.
                 lambda x: dynamic_rescale_rms(x) if is_float(x) else x,
                 inner_state,
             )
@@ -319,6 +329,7 @@ def narrow_state(
     So a state can be continued in other formats.
     """
     new, plans, treedef = flatten(state.inner_state, fields)
+    # A moment of zeros keeps this scale, which sets no other.
     scales = new_scales(new, plans, [jnp.float32(MIN_SCALE)] * len(new))
     return ScaledOptState(
         state.step,
@@ -336,6 +347,7 @@ def _with_separate_scales(arrays: list[Any]) -> list[Any]:
         for i, x in enumerate(arrays)
         if is_scaled_array(x) and x.size >= LARGE and np.ndim(x.scale) == 0
     ]
+    # A static scale is a constant of the program, without a buffer.
     large = [i for i in large if not arrays[i].is_static]
     scales = compiler_hints.separate_scalars([arrays[i].scale for i in large])
     return _with(
@@ -348,6 +360,8 @@ def _unless(accept: Any, new: Any, old: Any) -> Any:
     """Return `new`; where `accept` is given and false, `old`."""
     if accept is None:
         return new
+    # A select is part of the kernel that stores; a branch copies operands that it
+    # returns.
     return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
 
 

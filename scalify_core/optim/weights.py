@@ -49,7 +49,8 @@ from scalify_core.numerics.scales import (
 
 Rounding = Literal["nearest", "stochastic"]
 
-# A run-time scale moves down when the largest element of the data is below this.
+# A run-time scale moves down when the largest element of the data is below this. At a
+# fixed scale, weights that shrink by a tenth a step leave FP16 at 2^-24.
 LEAST = 2.0**-4
 # Elements. Below this, XLA may merge the arithmetic of many arrays into one kernel.
 LARGE = 2**16
@@ -134,6 +135,8 @@ def moving_average(
     old, new = (
         leaves(readable(x, "weights.moving_average")) for x in (average, params)
     )
+    # As an update: data at two scales cannot be averaged, and the rounding is that of
+    # parameters.
     updates = [(1 - decay) * (wide(x) - wide(y)) for x, y in zip(new, old, strict=True)]
     averages = apply_updates(old, updates, rounding="stochastic", seed=seed, step=step)
     return structure.unflatten(averages)
@@ -186,6 +189,7 @@ def apply_with_compensation(
     numbers = [-1 - n for n in indices]
     is_random = rounding == "stochastic"
     is_large = [
+        # To nearest there are no words to hold a parameter back by.
         is_random and p.size >= LARGE and np.ndim(n) == 0
         for p, n in zip(old, numbers, strict=True)
     ]
@@ -207,6 +211,8 @@ def apply_with_compensation(
         total, scale, remainder = _added(p, update, rest, rounding, words[i])
         if accept is not None and is_float(p):
             if np.ndim(numbers[i]):
+                # A later kernel writes the rows of a stack again: not held, each row is
+                # copied first.
                 total = compiler_hints.barrier(total)
             total = jnp.where(accept, total, data_of(p))
             if remainder is not None:
@@ -239,6 +245,8 @@ def _added(
         update = update + rest.astype(jnp.float32)
     scale = spread = p.scale if is_scaled_array(p) else 1.0
     total = data.astype(jnp.float32)
+    # Static scales stay: a new one would compile the step again. A NumPy array has the
+    # static scales of a stack's rows.
     if not isinstance(scale, (float, np.ndarray)):
         scale = _scale_of_sum(p, update, fmt.max)
         spread = broadcast_scale(scale, data)
@@ -249,7 +257,7 @@ def _added(
     if fmt is not FP32:
         total = round_to(total, fmt, rounding, words)
     if rest is not None:
-        # The remainder is what the rounding takes away.
+        # As a value, and not over the scale, which may move before the next update.
         rest = (_remainder(exact, fmt) * spread).astype(rest.dtype)
     return total, scale, rest
 
@@ -285,6 +293,7 @@ def kahan_compensation(exact: Any, params: Any, dtype: Any = jnp.bfloat16) -> An
     structure = structure_of(params)
     pairs = zip(leaves(exact), leaves(params), strict=True)
     return structure.unflatten(
+        # In BF16: it has FP32's range, so the errors need no scale of their own.
         [(wide(value) - wide(p)).astype(dtype) for value, p in pairs]
     )
 
@@ -341,6 +350,7 @@ def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
     moved = ((largest > p.scale * (top / 2)) & jnp.isfinite(largest)) | (
         largest < p.scale * LEAST
     )
+    # Zeros have no size to be moved to.
     moved &= largest > 0
     return jnp.where(
         moved, jnp.maximum(pow2_floor(largest), np.float32(MIN_SCALE)), p.scale

@@ -29,12 +29,6 @@ Join = tuple[Product, ...]
 # The width from which on a layer takes no longer than in bf16 on an H100, predicted by
 # `python -m scripts.bench.crossover`
 PAYS_FROM_WIDTH = 768
-# Why FP8 attention does not train on GPUs; empty once tests/gpu/test_first_contact.py
-# passes on one
-UNCONFIRMED_ATTENTION = (
-    "on an H200 (jax 0.11.2, cuDNN 9.19) its gradients were wrong, and the correction"
-    " has not run on a GPU yet"
-)
 PRODUCTS = ("its output", "the gradient of its input", "the gradient of its weight")
 
 
@@ -316,8 +310,7 @@ def check_device(device: jax.Device, policy: Policy) -> None:
 def check_attention_device(
     device: jax.Device, policy: Policy, *, is_described: bool = False
 ) -> None:
-    """Raise UserError for a GPU on which the precision's attention does not run, or
-    is not known to be right.
+    """Raise UserError for a GPU on which the precision's attention does not run.
 
     Args:
       device: the device; other platforms than GPUs simulate FP8 attention.
@@ -330,7 +323,6 @@ def check_attention_device(
         return
     lack = gpu.lacks_attention() or cudnn_fp8_attention.wrong_jax()
     if not is_described:
-        lack = lack or UNCONFIRMED_ATTENTION
         lack = lack or cudnn_fp8_attention.wrong_cudnn(gpu.capability[0])
     if lack:
         raise UserError(

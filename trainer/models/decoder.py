@@ -14,6 +14,9 @@ from jax.typing import DTypeLike
 from scalify_core.ops.functional import linear_cross_entropy
 from trainer.models.cache import KVCache, empty_cache
 
+# `narrow_logits` of the loss, by `loss_logits` of a spec; else FP32
+NARROW_LOGITS: dict[str | None, Any] = {"auto": "cuda", "compute": True}
+
 
 class Decoder(nnx.Module):
     """A decoder-only model: a subclass has `hidden` and `head_VxD`."""
@@ -71,7 +74,7 @@ class Decoder(nnx.Module):
             targets_BxT.reshape(-1),
             vocab_size=self.spec.vocab_size,
             masked=masked,
-            narrow_logits=self.spec.loss_logits == "compute",
+            narrow_logits=NARROW_LOGITS.get(self.spec.loss_logits, False),
         )
 
     def init_cache(self, batch: int, length: int | None = None) -> KVCache:

@@ -57,6 +57,7 @@ def _materialized(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
 
 @measured_composite("stop_scaling", "stop_scaling.fwd")
 def _stop(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
+    # Plain, so nothing later has a scale from it, and nothing is measured for it.
     return [in_order(call, logical(x))] * len(eqn.outvars)
 
 
@@ -65,6 +66,7 @@ def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     data = in_order(call, logical(x))
     if not isinstance(x, Value):
         return [data]
+    # The user's own scale is the only one that is not measured.
     scale = call.settings["scale"]
     dtype = v.result_dtype(x)
     data = formats.saturating_cast(times(data, 1 / scale), dtype)
@@ -77,7 +79,10 @@ def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     fmt: FloatFormat = call.settings["fmt"]
     x = operands[-1]
     data = in_order(call, logical(x))
+    # The top of an operand (`amax.top_of`), which takes dtypes: `fmt` may be a
+    # simulated format without one.
     unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
+    # The inverse of a power of two: exact, where a quotient may be approximate.
     return [like(x, fmt.quantize(data * (1 / unit)) * unit)]
 
 
@@ -85,6 +90,7 @@ def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     if not isinstance(x, Value):
         return [logical(x), jnp.float32(1)]
+    # As a result would be stored: wide values have no data of their own.
     out = quantize.result(in_order(call, logical(x)), x.dtype)
     return [v.data32(out), out.scale]
 
@@ -105,6 +111,8 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     unused: Any = unused_scales(product)
 
     def forward(lhs8: Any, rhs8: Any) -> Any:
+        # FP32 out: the product of two operands at the top of their formats is beyond
+        # FP16, and its scales come after it.
         return dot_fp8(lhs8, rhs8, product.dims, _F32, fast=True), lhs8, rhs8, *unused
 
     # The residuals, too: under vmap all results have the axis of the batch in front,
@@ -127,6 +135,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     product, last = call.settings["product"], len(operands) - 1
     axis_labels, (of_lhs, of_rhs, _) = _labels(call, eqn, product, (0, 1, last))
     dtypes = (_E4M3, _E4M3, product.gradient.dtype)
+    # The residuals in between are scales that plain programs measure.
     read = (*operands[:2], operands[last])
     lhs, rhs, gradient = (
         _quantized_operand(x, np.dtype(dtype), axes)
@@ -172,9 +181,12 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     """
     q, k, values, *others = operands
     dtype = v.result_dtype(q, k, values)
+    # cuDNN's kernel reads 16 bits.
     if dtype.itemsize >= 4:
         return wide_results(eqn, *operands)
     backward = call.name.endswith(".bwd")
+    # Elements of at most 2, not near the format's top: the kernel stores its results in
+    # the same 16 bits without a scale of their own.
     of_k, of_v = (amax.unit_of(logical(x), 0) for x in (k, values))
     units = [1 / of_k, of_k, of_v]
     if backward:
@@ -189,9 +201,13 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         rest.append(
             formats.saturating_cast(logical(gradient) * (1 / of_gradient), dtype)
         )
+        # The kernel's gradient of the logits is too small by both units: it multiplies
+        # the gradient with v.
         both = of_gradient * of_v
         factors = [both * of_k, both / of_k, of_gradient]
     else:
+        # Residuals return as the operands that they are; the kernel's own output and
+        # its logarithms stay, for the backward kernel.
         factors = [of_v, *units][: len(eqn.outvars)]
     out = call.bind(*data, *rest)
     scaled = [
@@ -204,6 +220,7 @@ def _attention(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
 def _in_dtype(x: Any, dtype: np.dtype) -> Any:
     """Return the kernel's own output, a residual, in its dtype; others as they are."""
     x_wide = logical(x)
+    # Not the logarithms of the softmax's sums [..., 1], which the kernel reads in FP32.
     if isinstance(x, Value) and x.shape[-1:] != (1,):
         return formats.saturating_cast(x_wide, dtype)
     return x_wide
@@ -225,6 +242,7 @@ def _labels(
     result.
     """
     mapped = [[axes[i] for axes in call.in_axes] for i in operands]
+    # `dims` counts the axes without those of vmaps.
     ranks = [
         len(eqn.invars[i].aval.shape) - len(axes) + axes.count(None)
         for i, axes in zip(operands, mapped, strict=True)

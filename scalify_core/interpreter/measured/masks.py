@@ -49,6 +49,8 @@ def limits_in(jaxpr: Any, given: tuple[float, ...] = ()) -> dict[Any, float]:
         given: the limits of its closed-over values and arguments; (): they hold none.
     """
     given = given or (NO_MASK,) * len((*jaxpr.constvars, *jaxpr.invars))
+    # Most programs have no mask: then no variable needs a look, and no result is
+    # measured by comparison.
     if not _writes_masks(jaxpr) and max(given, default=NO_MASK) == NO_MASK:
         return {}
     limits = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
@@ -65,6 +67,8 @@ def limits_in(jaxpr: Any, given: tuple[float, ...] = ()) -> dict[Any, float]:
             known = limits_in(inner, (*constants, *operands))
             results = [limit_of(known, atom) for atom in inner.outvars]
         elif writes:
+            # Which of a loop's or branch's results get the mask is not followed: all
+            # may.
             results = [WRITTEN] * len(results)
         elif name in _KEEP or any(True for _ in jaxprs_in_params(eqn.params)):
             results = [largest] * len(results)
@@ -94,6 +98,7 @@ def limits_of_results(jaxpr: Any, is_plain: Sequence[bool]) -> list[float]:
     """
     arguments = zip(jaxpr.invars, is_plain, strict=True)
     may_hold = [
+        # Plain arrays may be masks that were made outside, as a model's causal mask is.
         *(is_float(var.aval) for var in jaxpr.constvars),
         *(
             plain and bool(var.aval.shape) and is_float(var.aval)
@@ -118,4 +123,6 @@ def _is_large(atom: Any) -> bool:
     """Return whether an atom is a literal as large as a mask, of either sign."""
     if not isinstance(atom, Literal) or not is_float(atom.aval) or np.ndim(atom.val):
         return False
+    # Of either sign: a mask may be written as `x - 1e9`. Infinity is not a number that
+    # saturates.
     return -WRITTEN <= abs(float(atom.val)) < math.inf

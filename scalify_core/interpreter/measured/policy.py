@@ -95,6 +95,8 @@ def results(
     rule = registry.rule_of(eqn)
     if rule.control:  # the same under both policies
         stacks: tuple[Reading | None, ...] = ()
+        # Results of a call may be stacks of a scan inside it. Those of branches and
+        # while loops have one form, FP32 (`carries.wide_form`).
         if eqn.primitive.name in CALLS | {"scan"}:
             stacks = _stacks(eqn, jaxpr, evaluate.stacks)
         inner = dataclasses.replace(evaluate, stacks=stacks)
@@ -115,6 +117,8 @@ def _stacks(
     behind its own results. `of_results` is the evaluator's `stacks` for the jaxpr.
     """
     of_results = of_results or (None,) * len(jaxpr.outvars)
+    # Losses that a user stacks and computes with would lose digits: whatever is not
+    # sliced alone stays FP32.
     read_whole = uses.marked(
         jaxpr, tuple(r is None for r in of_results), uses.reads_beside_loops
     )
@@ -157,6 +161,7 @@ def quantize_for_products(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> None
     reads = reads_in(jaxpr)
     of_operands = operand_readings(eqn, [reads.get(var) for var in eqn.outvars])
     for atom, x, reading in zip(eqn.invars, operands, of_operands, strict=True):
+        # Stored data moves as it is: another rounding would only lose digits.
         if isinstance(x, Value) and reading is not None and not is_stored(x):
             dtype = v.result_dtype(x)
             if dtype.itemsize < 4:
@@ -215,9 +220,12 @@ def quantized_copy(
         common: the granularity that suits all readers of the operand.
         limit: elements at or below are masks.
     """
+    # One copy for all readers, if its scales suit this one; else one of its own. An
+    # operand that is stored twice is read and written twice.
     common_suits = is_finer(common.may, reading.must)
     parts = common.may if common_suits else reading.may
     if not isinstance(x, Value):
+        # A plain operand has no place for copies, so each product stores it by itself.
         x = formats.as_float32(formats.materialize(x))
         return quantize.quantized(x, dtype, parts, limit=limit)
     # An argument in FP16 that only moved is read as it is: no amax, no second rounding.
@@ -236,15 +244,14 @@ def quantized_copy(
 
 def stacked(x: Any, reading: Reading, var: Any, jaxpr: Any) -> Any:
     """Return a result of an iteration in its format, in the parts of its readers."""
+    # FP32 is the program's wish, by a cast or by promotion; stored data is rounded.
     if not isinstance(x, Value) or x.dtype.itemsize >= 4 or is_stored(x):
         return x
     dtype = v.result_dtype(x)
     return quantized_copy(x, dtype, reading, reading, operand_mask_limit(var, jaxpr))
 
 
-def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
-    if not isinstance(x, Value) or any(isinstance(y, Value) for y in rest):
-        return wide_results(eqn, x, *rest)
+def _move(eqn: Any, x: Value, *rest: Any) -> list[Any]:
     fill = eqn.params.get("fill_value")
     keeps = fill is None or fill == 0 or np.isnan(fill)  # FP8 may have no infinity
     if is_stored(x) and keeps:
@@ -253,8 +260,11 @@ def _move(eqn: Any, x: Any, *rest: Any) -> list[Any]:
             dtype = v.result_dtype(x)  # of FP8 data: FP16, for later arithmetic
             out = registry.bind_all(eqn, x.data, *rest)
             return [v.value(y, scale, v.MEASURED, dtype) for y in out]
-    # Not stored: the FP32 data moves, and so do its copies, which products read.
+    # Behind a move, too, all readers but products want every digit: the FP32 data moves
+    # beside its copies.
     out = wide_results(eqn, x, *rest)
+    # A product behind the move reads the same copy as one in front of it: else it would
+    # be measured and written once more.
     if keeps and not eqn.primitive.multiple_results:
         for (name, parts), copy in x.copies.items():
             scale = _moved_scale(eqn, copy)
@@ -270,6 +280,8 @@ def _moved_parts(eqn: Any, parts: Parts) -> Parts | None:
         return parts
     if eqn.primitive.name == "transpose":
         return tuple(parts[i] for i in eqn.params["permutation"])
+    # One scale for all is one wherever elements go. Finer ones would have to be
+    # followed through each reshape.
     is_whole = max(parts, default=1) == 1
     if is_whole:
         return (1,) * len(eqn.outvars[0].aval.shape)
@@ -291,10 +303,14 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
     if getattr(eqn.params["precision"], "accumulation_type", None) == np.float16:
         # Stored operands are near FP16's largest number, so the sum must be in FP32.
         eqn = eqn.replace(params={**eqn.params, "precision": None})
+    # A plain operand has no part in the format: where plain code promotes by it, the
+    # precision says so (`IN_FULL`).
     fmt = v.result_dtype(a, b)
     if fmt.itemsize >= 4 or not is_float(aval) or not is_narrow_product(eqn):
         return wide_results(eqn, *operands)
     if _may_select_elements(eqn, operands):
+        # At the default precision a GPU reads FP32 in TF32, with FP16's 11 bits: a copy
+        # would not equal its source.
         precision = eqn.params["precision"] or IN_FULL
         eqn = eqn.replace(params={**eqn.params, "precision": precision})
         return wide_results(eqn, *operands)
@@ -327,6 +343,8 @@ def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
     """
     precision = eqn.params["precision"]
     names_algorithm = precision is not None and not isinstance(precision, tuple)
+    # A named algorithm reads a format of its own, for which only stored operands have
+    # scales.
     if eqn.primitive.name == "ragged_dot_general" or names_algorithm:
         return False
     pairs = zip(eqn.invars[:2], operands[:2], operands[1::-1], strict=True)
@@ -341,8 +359,11 @@ def _may_select_elements(eqn: Any, operands: Sequence[Any]) -> bool:
 def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
     dtype = np.dtype(eqn.params["new_dtype"])
     if not isinstance(x, Value):
+        # A cast of a plain array is a store, too: the cotangent of a bare sum behind it
+        # is FP16 without a scale, and 1e-9 of it zeros.
         x = wide_value(formats.materialize(x), eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
+        # The integer of the number as the user cast it: int(float16(2049)) is 2048.
         integers = formats.saturating_cast(logical(x), eqn.invars[0].aval.dtype)
         return registry.bind_all(eqn, integers)
     if dtype.itemsize < 4:  # the user's wish to round
@@ -350,6 +371,7 @@ def _convert(eqn: Any, x: Any, jaxpr: Any) -> list[Any]:
         if limit > masks.NO_MASK:  # a mask is not to set the scale
             return [quantize.result(x, dtype, limit)]
         return [quantize.quantized(x, dtype)]
+    # Widened, the value has all digits that it has between stores, not those of a copy.
     return [wide_value(lax.convert_element_type(logical(x), dtype), dtype)]
 
 
@@ -369,8 +391,11 @@ def leaving(
         out: its results, values and plain arrays.
         dtypes: the dtypes of the results in plain code; None where they are unknown.
     """
+    # By identity: an argument that only passes through keeps its bits and its scale.
     given = {id(x) for x in args}
     limits = masks.limits_of_results(jaxpr, [not isinstance(x, Value) for x in args])
+    # Of a second moment in FP16 the elements that underflow would be zeros, and the
+    # next step 1,000 times too large.
     nonzero = uses.marked(jaxpr, (False,) * len(out), uses.needs_nonzero)
     made = []
     for i, x in enumerate(out):
@@ -378,6 +403,7 @@ def leaving(
             made.append(x if id(x) in given else formats.materialize(x))
             continue
         dtype = result_format(x.dtype, dtypes[i] if i < len(dtypes) else None)
+        # Not an FP16 argument that the program casts to FP32: plain code returns FP32.
         if id(x) in given and x.dtype.itemsize >= dtype.itemsize:
             made.append(x)
             continue

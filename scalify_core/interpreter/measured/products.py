@@ -71,8 +71,8 @@ def scaled_result(
     (lhs, rhs), result = product_labels(eqn)
     scale = b.scale
     if _GROUP in rhs and _shape(scale, rhs)[rhs.index(_GROUP)] > 1:
-        # Each row is multiplied by the matrix of its group, and by the scale of that
-        # matrix.
+        # The result has no axis of groups: which matrix's scale belongs to a row is
+        # known at run time only.
         group = rhs.index(_GROUP)
         (rows,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
         ids = _group_of_each(group_sizes, a.shape[rows])
@@ -95,7 +95,8 @@ def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
         # Groups may have other sizes for each entry of the batch.
         rhs[axis] = _GROUP if ranks[2] == 1 else None
     if len(result) < len(eqn.outvars[0].aval.shape):
-        # A contracted axis is grouped: the groups come first.
+        # A contracted axis is grouped, as for the gradient of the matrices: JAX puts an
+        # axis of groups in front.
         result = [None, *result]
     return (lhs, rhs), result
 
@@ -134,6 +135,8 @@ def _conv_labels(numbers: Any, rank: int) -> tuple[tuple[Labels, Labels], Labels
     rhs: Labels = [None] * rank
     result: Labels = [None] * rank
     image, kernel = numbers.lhs_spec[0], numbers.rhs_spec[0]
+    # Windows overlap, so an element of an image is in several sums: spatial axes and
+    # channels have no scales of their own.
     lhs[image] = result[numbers.out_spec[0]] = (0, image)
     rhs[kernel] = result[numbers.out_spec[1]] = (1, kernel)
     return (lhs, rhs), result
@@ -162,7 +165,8 @@ def is_finer(parts: Parts, than: Parts) -> bool:
     return all(a >= b for a, b in zip(parts, than, strict=True))
 
 
-# A product under vmaps, as the call of a composite is.
+# A vmap makes an axis of the batch in the dimensions of a plain product. A composite
+# stays one call, of which its rule alone knows the axes of the vmaps around it.
 
 
 def vmap_labels(count: int) -> Labels:
@@ -210,6 +214,8 @@ def scaled_by(
         result: the labels of the product's axes.
     """
     if all(map(is_static, scales)):
+        # They cost nothing: their product is a number of Python, beyond FP32 if need
+        # be.
         return times(x, math.prod(scales))
     pairs = zip(scales, map(tuple, axis_labels), strict=True)
     factors = [pair for pair in pairs if not is_static(pair[0]) or pair[0] != 1.0]
@@ -271,7 +277,8 @@ MOVES = frozenset(
 KEEP_AXES = frozenset(
     {"copy", "stop_gradient", "name", "sharding_constraint", "reshard", "neg"}
 )
-# A reader of the entire result reads the entire operand.
+# Not slices: in a copy of the whole operand a slice would have the scale of the largest
+# element outside of it.
 _MOVES_ALL = MOVES - {"slice", "dynamic_slice", "gather", "split", "unstack"}
 
 
@@ -284,7 +291,8 @@ def is_narrow_product(eqn: Any) -> bool:
         (axes, _), _ = params["dimension_numbers"]
         # A sum of one term would only be rounded.
         return any(eqn.invars[0].aval.shape[axis] != 1 for axis in axes)
-    # Groups of a convolution, such as the entries of a vmap, may have other sizes.
+    # Groups of a convolution, such as the entries of a vmap, may have other sizes,
+    # which FP32 holds without scales of their own.
     groups = params.get("feature_group_count", 1), params.get("batch_group_count", 1)
     return max(groups) == 1
 
@@ -319,6 +327,7 @@ def operand_readings(
     name = eqn.primitive.name
     nothing = [None] * len(eqn.invars)
     if name in PRODUCTS and is_narrow_product(eqn):
+        # The third operand, the sizes of a ragged product's groups, is integers.
         return [*readings(eqn), *nothing[2:]]
     if name in MOVES:
         return [reading_before_move(eqn, result_readings[0]), *nothing[1:]]
@@ -328,6 +337,7 @@ def operand_readings(
         consts, carry, xs = eqn.params["ft_in"].update(inner).unpack()
         # An iteration reads a slice.
         length = _indices(eqn.params["length"])
+        # Layers are as unrelated as entries of a batch, so each must have a scale.
         stacks = [x and Reading((length, *x.must), (length, *x.may)) for x in xs]
         return [*consts, *[None] * len(carry), *stacks]
     if name in CALLS and name != "shard_map":  # a device's shard has its own readers
@@ -346,7 +356,8 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
     if name == "transpose":
         back = np.argsort(eqn.params["permutation"])
         return Reading(*(tuple(parts[i] for i in back) for parts in reading))
-    # Parts are not followed through reshapes and broadcasts.
+    # Through a reshape or broadcast parts are not followed: it may join an axis of many
+    # scales with one of a single scale.
     if max(reading.may, default=1) > 1:
         return None
     ones = (1,) * len(eqn.invars[0].aval.shape)
@@ -354,6 +365,8 @@ def reading_before_move(eqn: Any, reading: Reading | None) -> Reading | None:
 
 
 def _common(readings: Sequence[Reading]) -> Reading:
+    # At finer scales some reader would sum over elements of different ones. At coarser
+    # ones errors grow from 2.7e-4 to 1.8e-3 for rows 30 octaves apart, to 1 for 40.
     may = tuple(map(min, zip(*(x.may for x in readings), strict=True)))
     fits = [x.must for x in readings if is_finer(may, x.must)]
     ones = (1,) * len(may)

@@ -49,9 +49,12 @@ def quantized(
     if isinstance(x, Value) and x.data.dtype == dtype and scaled_in(x, parts):
         return x
     x = formats.as_float32(logical(x))
+    # What FP32 holds, BF16 holds: a measured scale would be a reduction for nothing.
     if formats.has_range_of_float32(dtype):
         return stored_value(formats.saturating_cast(x, dtype), 1.0)
     if limit > NO_MASK:
+        # Only here: to look for masks takes a comparison and two selections an element
+        # more.
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
     else:
         data, scale = amax.measured(x, np.dtype(dtype), amax.top_of(dtype), parts)
@@ -71,6 +74,7 @@ def scaled_in(x: Value, parts: Parts = ()) -> bool:
 
 def _observed(data: Any, *, x: Any, scale: Any) -> Any:
     """Return `data`, the stored form of `x`, after showing both to a watcher."""
+    # The unrounded data is an operation more, so it is computed for `explain` alone.
     if precision_warnings.is_watched():
         inverse = broadcast_scale(pow2_inverse(scale), x)
         precision_warnings.observe_rounding(
@@ -103,6 +107,8 @@ def result(
     """
     if dtype.itemsize >= 4:
         x = lax.convert_element_type(logical(x), dtype)
+        # A run-time number in every format: a step whose results are its next arguments
+        # is compiled once.
         return stored_value(x, jnp.float32(1))
     exact = x = formats.as_float32(logical(x))
     if formats.has_range_of_float32(dtype):
@@ -121,6 +127,7 @@ def _nonzero(x: jax.Array, data: jax.Array) -> jax.Array:
     least = lax.convert_element_type(
         lax.sign(x) * np.float32(FloatFormat.of(data.dtype).min_subnormal), data.dtype
     )
+    # The sign of zero is zero, so zeros stay.
     return lax.select(lax.eq(data, lax.full_like(data, 0)), least, data)
 
 
@@ -144,25 +151,34 @@ def _measured_masked(
         limit: elements at or below are masks.
         parts: the number of scales along each axis; None: a result.
     """
+    # On a CPU, XLA would compute `x` again in each kernel that reads it.
     (x,) = compiler_hints.materialize_once(x)
     fmt, top = FloatFormat.of(dtype), amax.top_of(dtype)
+    # -inf stays as it is: it has no part in a scale in any case (`unit_of`).
     is_mask = lax.bitwise_and(
         lax.le(x, np.float32(limit)), lax.gt(x, np.float32(-np.inf))
     )
     zeros = lax.full_like(x, 0)
     rest, masks = lax.select(is_mask, zeros, x), lax.select(is_mask, x, zeros)
+    # An operand is read by products alone; a result by anything, so it has octaves to
+    # spare above.
     rest_top = amax.RESULT_TOP if parts is None else top
     of_rest = amax.unit_of(rest, rest_top, parts or ())
     of_masks = amax.unit_of(masks, top, parts or ())
     furthest = of_rest * np.float32(2.0 ** (rest_top - 4) / fmt.min_normal)
     if parts is None:
         of_rest = amax.lower(rest, of_rest, dtype)
+    # A mask of -1024 is enough for logits, and leaves the rest more digits than the
+    # mask's own magnitude would.
     saturating = lax.clamp(of_rest, lax.full_like(of_rest, _MASK / 2.0**top), furthest)
     of_both = lax.select(of_masks > furthest, saturating, lax.max(of_masks, of_rest))
     of_zeros = lax.full_like(of_rest, MIN_SCALE)
     scale = lax.select(of_masks > of_zeros, of_both, of_rest)
+    # An array of masks alone keeps them: nothing is beside them.
     scale = lax.select(of_rest > of_zeros, scale, of_masks)
     lowest = scale * np.float32(-fmt.max)
+    # Beside numbers below 1e-6 the largest magnitude of FP16 was 2: no mask. E4M3 has
+    # no infinity.
     if parts is None and np.dtype(dtype).itemsize == 2:  # a format with infinities
         infinite = lax.full_like(lowest, -np.inf)
         lowest = lax.select(lowest > -_LEAST_MASK, infinite, lowest)

@@ -68,9 +68,14 @@ def _loop(
     body: Any, results: Marks, first: int, count: int, question: Question
 ) -> tuple[Marks, Marks]:
     """Return the marks of `_body`; the next iteration reads the carry of this one."""
+    # Followed part by part. Were all marked that a loop with a root reads, gradients of
+    # layers in a scan would be FP16's smallest number in place of zeros, which Adam
+    # takes for a step.
     while True:
         outs, operands = _body(body, results, question)
         read_next = operands[first : first + count]
+        # Marks only grow, so this ends: after as many looks as a mark takes to be
+        # handed from part to part.
         joined = _either(results, read_next + (False,) * (len(results) - count))
         if joined == results:
             return _either(outs, results), operands
@@ -107,6 +112,7 @@ def needs_nonzero(eqn: Any, outs: Marks) -> Sequence[bool] | None:
     if name in _NEEDS_NONZERO:
         marks[0] = True
     elif name == "div":
+        # x / nu is as bad as x / sqrt(nu) where nu was rounded to zero.
         marks = [any(outs), True]
     elif name in _SCALED and any(outs):
         marks = [bool(atom.aval.shape) for atom in eqn.invars]

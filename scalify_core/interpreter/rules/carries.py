@@ -25,8 +25,11 @@ from scalify_core.numerics import formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import pow2_round
 
-_FAR = 256.0  # sizes further apart than this do not share a static scale
-# Beside a run-time scale, constants of at least this magnitude are start values.
+# Sizes further apart than this do not share a static scale. At one halfway between, the
+# data is within [1/16, 16], where E4M3 and E5M2 round as well as at 1.
+_FAR = 256.0
+# Beside a run-time scale, constants of at least this magnitude are start values: FP16's
+# largest number, 65504, is below it, so no data at scale 1 has them.
 _SENTINEL = 2.0**16
 
 
@@ -63,6 +66,8 @@ def common_form(alternatives: tuple) -> Form | None:
         for x in alternatives
         if not isinstance(x, Value) and not sc.has_any_scale(v.uniform(x))
     ]
+    # At 16 times its own scale the data of a branch has an RMS of 1/16, which rounds as
+    # well as 1, in E4M3 too.
     if not sc.near([x.scale for x in values]):
         return Form(None, 1.0, dtype, wide=wide)
     return Form(
@@ -93,6 +98,8 @@ def wide_carry_forms(carry_after: Callable, init: Sequence[Any]) -> list[Form | 
         grown = [
             i for i, x in enumerate(carry) if v.is_value(out[i]) and not v.is_value(x)
         ]
+        # Only parts become values, and none plain again: at most one more look for each
+        # part.
         if not grown:
             return [wide_form([x]) for x in carry]
         for i in grown:
@@ -105,15 +112,19 @@ def to_form(x: Any, form: Form | None) -> Any:
     A form with a dynamic scale leaves the scale of `x`.
     """
     if form is None:
+        # A constant would be part of the structure, and the next iteration has another.
         return jnp.asarray(formats.materialize(x))
     if not isinstance(x, Value):
         if v.uniform(x) is not None and form.scale is not None:
             return _formed(
                 constant_at(x, form.scale, form.dtype, not form.wide), form.scale, form
             )
+        # A constant with a scale of its own: beside a run-time scale no other is known.
         x = v.lift(x, form.dtype)
     x = v.scalar_scale(x)
     if form.scale is None:
+        # The carry is data and one number: a factor that is known while tracing has no
+        # place in it.
         x = v.exact(x)
         return _formed(x.data, jnp.asarray(x.scale, jnp.float32), form)
     data = x.data
@@ -126,6 +137,7 @@ def _formed(data: Any, scale: Any, form: Form) -> Value:
     if not form.wide:
         data = formats.saturating_cast(data, form.dtype)
     elif form.dtype.itemsize > 4:
+        # A program with x64 keeps the digits of its FP64 carry.
         data = jnp.asarray(data, form.dtype)
     else:
         data = formats.as_float32(data)
@@ -138,6 +150,8 @@ def next_carry(x: Any, form: Form | None) -> Any:
     A run-time scale is measured: expected sizes would multiply over the iterations.
     """
     if form is not None and form.scale is None and isinstance(x, Value):
+        # Of Muon's Newton-Schulz iteration, for one, the rules predict a cubic growth
+        # that does not happen: its scales reached 2^126 after five iterations.
         x = v.rescaled_by_rms(x)
     return to_form(x, form)
 
@@ -150,6 +164,8 @@ def chosen(which: Any, new: Any, old: Any) -> Any:
     if not isinstance(new, Value) and not isinstance(old, Value):
         new, old = (jnp.asarray(formats.materialize(x)) for x in (new, old))
         return lax.select(_over(which, new), new, old)
+    # One predicate for each element, and one scale for all: elements that have ended
+    # must keep their values at the new scale.
     (new, old), like = common(*map(v.scalar_scale, (new, old)))
     return like.with_data(lax.select(_over(which, new), new, old))
 
@@ -178,6 +194,7 @@ def carry_forms(
         pairs = list(zip(previous, history[-1], strict=True))
         changed = any(_kind(x) != _kind(y) for x, y in pairs)
         settled = all(_size(x) == _size(y) for x, y in pairs)
+        # Three sizes tell a factor from a term in `_final_size`.
         if not changed and (settled or len(history) > 2):
             parts = zip(*history, strict=True)
             return [_loop_form(part, length) for part in parts]
@@ -218,6 +235,7 @@ def _size(x: Any) -> float:
     It is 0 where none is known: for zeros, and beside a dynamic scale.
     """
     if isinstance(x, Value):
+        # Zeros that a loop adds to say nothing of the sum's size.
         if sc.is_static(x.scale) and x.scale >= sc.LEAST_NONZERO_SCALE:
             return x.size
         return 0.0
@@ -243,15 +261,21 @@ def _loop_form(part: Sequence[Any], length: int | None) -> Form | None:
     if starts:
         sizes, far_scale = list(map(_size, values)), 1.0
     if not sc.is_static(last.scale):
+        # A part that the body hands on as it is keeps what is known of it; any other is
+        # rescaled in each iteration, to an RMS of 1.
         rms = last.expected_rms if last is part[0] else 1.0
         return Form(far_scale, rms, first.dtype, wide)
     if not any(sizes):
         return Form(last.scale, last.expected_rms, first.dtype, wide)
+    # Sizes are those of independent terms. Where they are near each other for all
+    # iterations, a static scale saves the measurement in each of them.
     reached = _reached(sizes, length)
     if max(reached) > _FAR * min(reached):
         return Form(far_scale, 1.0, first.dtype, wide)
+    # Not the root of the product, which may leave FP64.
     middle = math.sqrt(max(reached)) * math.sqrt(min(reached))
     scale = pow2_round(middle)
+    # The scale of the start, if it serves: the start then enters the loop as it is.
     if sc.is_static(first.scale) and 1 / 2 <= middle / first.scale <= 2:
         scale = first.scale
     return Form(scale, middle / scale, first.dtype, wide)
@@ -287,11 +311,15 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
     where they decay, and the squared factor where the carry is multiplied. With
     `length` None the loop has any number of iterations.
     """
+    # Squares: the mean squares of independent terms add up, their roots do not.
     *_, x, y, z = (0.0, 0.0, *(size**2 for size in sizes))
     rest = math.inf if length is None else length - len(sizes) + 1
+    # A difference of a millionth is a rounding, as sizes of constants are those of FP32
+    # numbers; a long loop would multiply it.
     if len(sizes) < 2 or rest <= 0 or abs(z - y) <= 1e-6 * z:
         return sizes[-1]
     a = (z - y) / (y - x) if abs(y - x) > 1e-6 * y else 1.0
+    # It grew and shrank, so no factor describes it.
     if a <= 0:
         return sizes[-1]
     if abs(a - 1) < 1e-6:
@@ -299,5 +327,6 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
     elif a < 1:
         growth = a * (1 - a**rest) / (1 - a)
     else:
+        # e^600 is within FP64, and far beyond every static scale.
         growth = a * math.expm1(min(rest * math.log(a), 600.0)) / (a - 1)
     return math.sqrt(max(z + (z - y) * growth, 0.0))

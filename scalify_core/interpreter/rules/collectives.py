@@ -27,6 +27,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     `shard_map` that does not check, neither is known.
     """
     x = v.scalar_scale(x)
+    # Along an axis of the array there is one scale for all already.
     axes = tuple(axis for axis in axes if not isinstance(axis, int))
     if sc.is_static(x.scale):
         return x
@@ -35,6 +36,7 @@ def equal_scale(x: Value, axes: tuple) -> Value:
     unknown = tuple(axis for axis in axes if axis not in scale and axis not in data)
     if not varying and not unknown:
         return x
+    # The largest: at any smaller one the data of some device would saturate.
     largest = x.scale
     # one `pmax` takes no axes of both kinds
     for group in filter(None, (varying, unknown)):
@@ -53,6 +55,7 @@ def _collective(
     eqn: Any, *operands: Any, adds: bool = False, mixes: bool = True
 ) -> Any:
     axes = _axes(eqn)
+    # What only changes the type on a mesh leaves each device its own data and scale.
     if mixes:
         operands = tuple(
             equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
@@ -62,6 +65,7 @@ def _collective(
         if isinstance(x, Value):
             rms = x.expected_rms
             if adds:
+                # A sum of devices' FP16 data may overflow, as a product's result may.
                 out[i], rms = saturated(out[i]), rms * _growth(eqn, x)
             out[i] = v.settled(out[i], x.multiple, rms, x.dtype)
     return out
@@ -71,6 +75,8 @@ def _growth(eqn: Any, x: Value) -> float:
     """Return the growth of the expected RMS in a sum over axes."""
     groups = eqn.params.get("axis_index_groups")
     if groups:
+        # Of the first group: on TPUs JAX wants all of one size, and elsewhere a size
+        # that is off only moves the data.
         return math.sqrt(len(groups[0]))
     return math.sqrt(
         math.prod(
@@ -79,6 +85,7 @@ def _growth(eqn: Any, x: Value) -> float:
     )
 
 
+# Rounded first, all of them: links between devices are to carry the narrow format.
 rule("psum", "psum_invariant", "reduce_scatter", wide=False)(
     functools.partial(_collective, adds=True)
 )

@@ -67,11 +67,15 @@ def on_gradient(
         residuals: its residuals.
         gradient: its gradient.
     """
+    # A static scale is a constant, which the compiler folds into the function's own;
+    # beside a run-time size the result needs arithmetic on scales in any case.
     if sc.is_static(gradient.scale) or not all(
         sc.is_static(size) for size, _ in results
     ):
         sized = [(size_of(gradient.size, size), dtype) for size, dtype in results]
         return on_values(call, sized, residuals, gradient)
+    # Linear in the gradient, so its run-time scale goes by: into the data and out again
+    # it would be two multiplications of every element.
     data = gradient.with_scale(gradient.data, 1.0)
     out = on_values(
         call,
@@ -121,6 +125,8 @@ def kernel_operands(*operands: Any) -> tuple[list[Value], tuple]:
         *(with_static_scale(v.lift(x, dtype)) for x in operands),
         strict=True,
     )
+    # BF16 holds any scale in its data, so kernels read its 16 bits at run-time scales,
+    # too. In FP16 all data was zero at 2^-30.
     if all(map(sc.is_static, scales)) or formats.has_range_of_float32(dtype):
         return list(map(v.narrow, values)), scales
     return [x.with_scale(v.data32(x), x.scale) for x in values], scales
@@ -176,11 +182,13 @@ def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _ACTIVATIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu}
-# Nodes and weights of the mean over a standard normal variable.
+# The mean over a normal variable by quadrature: exact for relu, as nodes are symmetric,
+# and for the others more than 16 nodes change little, so 64 is no tuned number.
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
 _WEIGHTS /= _WEIGHTS.sum()
 
 
+# Each layer asks anew while tracing, mostly for a size that another layer has had.
 @functools.lru_cache(maxsize=4096)
 def activated(name: str, size: float) -> tuple[float, float]:
     """Return the RMS of an activation, and of its slope, for Gaussian numbers of RMS
@@ -199,6 +207,8 @@ def _sizes(name: str, x: Value) -> tuple[Any, float]:
     """
     if sc.is_static(x.scale):
         return activated(name, x.size)
+    # Near zero GELU and SiLU halve their argument, and of large numbers they keep 0.71
+    # as relu does: half an octave apart, which is what this may be off by.
     return (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
 
 
@@ -225,6 +235,8 @@ def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
     if bias is None:
         return x, None, x
     bias = as_value(bias, x)
+    # Not added here: the function adds it, or XLA would store its argument twice, with
+    # the bias and without.
     scale, rms, _ = v.hypot(x, bias)
     return x, bias, v.value(x.data, scale, rms, x.dtype)
 
@@ -244,15 +256,18 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     if bias is None:
         return on_gradient(call, [(size, gradient.dtype)], (x, None), gradient)
     rows = math.prod(x.shape[:-1])
+    # FP32 for the bias, as for others: a sum over all rows, whose terms may agree.
     results = [(size, gradient.dtype), (size * math.sqrt(rows), np.dtype(np.float32))]
     dx, dbias = on_gradient(call, results, (x, bias), gradient)
     dx = v.narrow(dx)
+    # Under vmap the leading axes are not all rows of one bias.
     if not call.in_axes:
         # The rows are computed twice, and `kept_narrow` separates the two computations.
         # The compiler then makes one kernel of their sum and their cast to FP8.
         # Otherwise it stores the rows in between.
         apart = v.value(compiler_hints.kept_narrow(v.unscaled(bias)), 1.0)
         recomputed = v.narrow(on_gradient(call, results, (x, apart), gradient)[0])
+        # Sums in FP32, of the numbers that the products read.
         added = jnp.sum(
             recomputed.data, axis=tuple(range(dx.data.ndim - 1)), dtype=jnp.float32
         )
@@ -265,6 +280,9 @@ def _gelu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
 @forward_rule("swiglu")
 def _swiglu(call: Any, gate: Any, up: Any) -> Any:
     values = [as_value(x, gate, up) for x in (gate, up)]
+    # As if the branches were independent. Training aligns them, so a model brings
+    # hidden channels to size by a power of two of its own, or places its weights
+    # together.
     size = size_of(_sizes("silu", values[0])[0], values[1].size)
     results = [(size, v.result_dtype(*values))]
     return *on_values(call, results, *values), (gate, up)
@@ -284,12 +302,11 @@ def _swiglu_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     )
 
 
-# Stored data is in its format.
-
-
 @forward_rule("materialized")
 def _materialized(call: Any, x: Any) -> Any:
     x = in_order(call, x)
+    # The rule reads data in its format (`wide` is false): several kernels begin by
+    # rounding a residual stream, and would store it in FP32 for that.
     if v.is_value(x):
         x = dataclasses.replace(x, data=compiler_hints.kept_narrow(x.data))
     return x, None
@@ -300,13 +317,16 @@ composite_rule("materialized.bwd", wide=True)(
 )
 
 
-# Norms. The data is normalized directly; epsilon stays that of the logical value.
+# A norm does not see the scale of its argument, but by epsilon: so that is divided by
+# the scale's square, and kernels read the data as it is.
 
 
 def _normalized(
     call: Any, x: Any, weight: Any, bias: Any = None
 ) -> tuple[Value, list[Any], Value]:
     """Return the result, all flat results on data, and `x` with a static scale."""
+    # A norm divides its argument's scale out again, so FP32 data at scale 1 serves for
+    # a run-time scale.
     x, _ = with_static_scale(as_value(x, weight, bias))
     parameters = [as_value(p, x) for p in (weight, bias) if p is not None]
     scales, unit = [p.scale for p in parameters], 1.0
@@ -342,8 +362,11 @@ def _norm_fwd(call: Any, x: Any, weight: Any, *bias: Any) -> Any:
     # (out, x, mean, rstd, weight, bias) or (out, x, rrms, weight): the statistics are
     # those of the data.
     *mean, rstd = out[2 : 3 + len(bias)]
+    # The backward pass reads the same data, so it needs the data's own statistics;
+    # their scales only tell `explain` what they stand for.
     statistics = [v.value(m, scaled.scale) for m in mean]
     statistics.append(v.value(rstd, 1 / scaled.scale))
+    # The argument and not what was computed: the residual stream is stored in any case.
     return y, (x, *statistics, weight, *bias)
 
 
@@ -388,8 +411,8 @@ for _name in ("layer_norm", "rms_norm"):
     composite_rule(f"{_name}.bwd", wide=True)(_norm_bwd)
 
 
-# Rules of the functions of `scalify_core.ops.rescale`: powers of two move between data
-# and scale.
+# The functions of `scalify_core.ops.rescale`. Their rules take data that is not rounded
+# yet: a rescale after the rounding would come too late for what that loses.
 
 
 def _rescaling(name: str, forward: Callable | None, backward: Callable | None) -> None:
@@ -421,11 +444,13 @@ def _rebalanced(x: Value, *, factor: float) -> Value:
 
 
 def _quantized(x: Value, *, fmt: Any) -> Value:
+    # The data is rounded, as storing it would: the user simulates a format of the data.
     data = formats.saturating_cast(fmt.quantize(v.data32(x)), x.dtype)
     return x.with_scale(data, x.scale)
 
 
 _rms = v.rescaled_by_rms
+# An empty array has no largest element; 0 leaves its scale.
 _max = functools.partial(
     v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0)
 )

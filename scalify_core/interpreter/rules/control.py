@@ -44,9 +44,12 @@ def _inline(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 @control("jit", wide=True)
 def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     params = eqn.params
+    # A step's program is to reuse the buffers of its state, and profiles are to show
+    # its names, as without `scalify`.
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     flags = params["name"], donated, params["inline"], params["keep_unused"]
+    # Constants enter as structure: at run time they would set scales inside.
     packed = pack(operands, _integers_made_floats(params["jaxpr"]))
     out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
     # An argument that comes back is that argument: no copy, and no new scale.
@@ -61,6 +64,8 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 @per_jaxpr
 def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
     """Return for each result the number of the argument that it is, or None."""
+    # Jaxprs say it by the variable itself; only a jit inside gives its results new
+    # ones.
     origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
 
     def origin(atom: Any) -> int | None:
@@ -127,6 +132,7 @@ def _jitted(
             map(_constrain, evaluate(jaxpr_ref(), list(constrained)), shardings[1])
         )
 
+    # The name of a call in profiles and in the HLO is the user's.
     fun.__name__ = name
     return jax.jit(fun, donate_argnums=donated, inline=inline, keep_unused=keep_unused)
 
@@ -135,18 +141,21 @@ def _constrain(x: Any, sharding: Any) -> Any:
     if not isinstance(sharding, jax.sharding.Sharding):
         return x
     if isinstance(x, Value):
+        # The data is split as the logical array was. A scale has other axes, or none.
         return dataclasses.replace(x, data=_constrain(x.data, sharding))
     return lax.with_sharding_constraint(x, sharding)
 
 
 @control("remat2")
 def _remat(eqn: Any, *operands: Any, evaluate: Any) -> Any:
+    # `explain` and debuggers want values, which a traced block has not.
     if jax.config.jax_disable_jit:
         return run(eqn.params["jaxpr"], evaluate, operands)
     packed = pack(operands)
     traced = traced_body(eqn.params["jaxpr"], evaluate, packed)
     # Bound, not called through jax.checkpoint: a differentiated body keeps its barrier
     # against common subexpressions.
+    # The primitive takes a jaxpr without constants: they become its first operands.
     jaxpr = partial_eval.convert_constvars_jaxpr(traced.jaxpr)
     out = eqn.primitive.bind(
         *traced.jaxpr.consts, *jax.tree.leaves(packed), **{**eqn.params, "jaxpr": jaxpr}
@@ -159,6 +168,8 @@ def _cond(eqn: Any, index: Any, *operands: Any, evaluate: Any) -> Any:
     branches = [
         functools.partial(run, branch, evaluate) for branch in eqn.params["branches"]
     ]
+    # A branch does not know the scales of the others, so all are looked at before any
+    # is built.
     outs = [shape_of(branch, operands) for branch in branches]
     common: Callable = common_form
     if evaluate.measures:
@@ -188,6 +199,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     specs = [
         _specs(x, spec) for x, spec in zip(packed, params["in_specs"], strict=True)
     ]
+    # Only the axes that this call made manual: by default shard_map takes all axes of
+    # the mesh.
     mapped = functools.partial(
         jax.shard_map,
         mesh=params["mesh"],
@@ -199,6 +212,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
     def result(x: Any) -> Any:
         if isinstance(x, Value):
+            # Behind shard_map a result is one array with one scale, whatever each
+            # device has measured.
             return equal_scale(_without_copies(x), axes)
         # A constant has a device's shape here. Only as an array does it get the shape
         # of all devices together.
@@ -208,6 +223,8 @@ def _shard_map(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         return pack(map(result, run(params["jaxpr"], evaluate, unpack(xs))))
 
     def look(*xs: Any) -> list:
+        # A value is more arrays or fewer as its scale is of run time or static: specs
+        # need one for each, and only a look at the body tells.
         shapes[:] = jax.eval_shape(body, *xs)
         return []
 
@@ -247,6 +264,7 @@ def _specs(x: Any, spec: Any) -> Any:
 
 
 def _spec_of_scale(scale: Any, spec: Any) -> Any:
+    # A spec may be shorter than the rank; a scale has the rank of the data, or none.
     entries = (*spec, *(None,) * (scale.ndim - len(spec)))[: scale.ndim]
     return jax.sharding.PartitionSpec(
         *(e if n > 1 else None for e, n in zip(entries, scale.shape, strict=True))
@@ -270,6 +288,8 @@ def run(jaxpr: Any, evaluate: Any, operands: Any, carry_count: int = 0) -> list[
     if jax.config.jax_disable_jit:
         return unpack(_packed_results(jaxpr, evaluate, carry_count, packed))
     traced = traced_body(jaxpr, evaluate, packed, carry_count)
+    # Inlined: a call in a loop's body would be one more function of the lowered
+    # program.
     out = jax.core.eval_jaxpr(
         traced.jaxpr, traced.jaxpr.consts, *jax.tree.leaves(packed)
     )
@@ -310,6 +330,7 @@ def _result(x: Any, wide: bool) -> Any:
         return x
     if not wide and not x.is_fill_value:
         x = narrow(x)
+    # A correction would be one more array of the carry, in some iterations only.
     return dataclasses.replace(x, rms_correction=None)
 
 

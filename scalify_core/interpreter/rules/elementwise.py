@@ -20,6 +20,8 @@ from scalify_core.numerics import compiler_hints, formats
 from scalify_core.numerics import scales as sc
 from scalify_core.numerics.formats import pow2_floor, pow2_round
 
+# 24 octaves below FP32's largest: what a mask that stands for -1e9 is added to, or
+# multiplied by, does not make it infinite.
 _LARGE = 2.0**104
 
 structural("abs", "copy", "is_finite", "real", "stop_gradient")
@@ -34,6 +36,8 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
 
 @rule("add", "sub", "add_any")
 def _add(eqn: Any, a: Any, b: Any) -> Value:
+    # The operand itself, which keeps its scale and what it was before a rescale. Jaxprs
+    # have scalars beside arrays: then it would not have the result's shape.
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
@@ -65,6 +69,8 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         ):
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
+    # A run-time scale of 2^-65 squared stays at 2^-126: the factor that is missing goes
+    # into the data.
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
     data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
     return v.settled(data, scale, a.expected_rms * b.expected_rms, dtype)
@@ -74,6 +80,8 @@ def _times_constant(x: Value, constant: float) -> Value:
     """Return the product with a constant, whose power of two goes into the scale."""
     dtype = v.result_dtype(x)
     if constant == 0:
+        # Multiplied, and not zeros: an infinity or NaN becomes NaN, as in plain code.
+        # The scale of zeros would say that nothing else is in it.
         return v.value(sc.times(x.data, 0.0), x.scale, x.expected_rms, dtype)
     size = x.expected_rms * abs(constant)
     factor = pow2_round(size)
@@ -84,6 +92,8 @@ def _times_constant(x: Value, constant: float) -> Value:
         data = sc.times(v.data32(x), rest)
     else:
         scale, data = sc.product(x.multiple, factor), x.data
+    # Nothing keeps a number of Python in the range of scales: the rest goes into the
+    # data.
     if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
         scale = pow2_round(scale)
         factor = scale / x.scale
@@ -93,23 +103,29 @@ def _times_constant(x: Value, constant: float) -> Value:
         size / factor,
         dtype,
         x.rms_correction,
+        # A fill value outlives its factor: else -maximum(x, 1e-12) would be zero when
+        # it is stored, and infinite as a divisor.
         is_fill_value=x.is_fill_value,
     )
 
 
 @rule("neg")
 def _neg(eqn: Any, x: Value) -> Value:
+    # The sign is a bit, also of narrow data: nothing is rounded or widened.
     return x.with_data(bind(eqn, x.data), dtype=v.result_dtype(x))
 
 
 @rule("div")
 def _div(eqn: Any, a: Any, b: Any) -> Value:
-    # A division by a power of two changes the scale alone.
+    # One multiplication, and none by a power of two, which moves the scale alone. A
+    # quotient is dearer, and a GPU's is approximate in any case.
     constant = v.uniform(b)
     if constant and math.isfinite(constant) and a.shape == eqn.outvars[0].aval.shape:
         return _times_constant(a, 1 / constant)
     (a, b), dtype = lifted(a, b)
     if sc.has_any_scale(constant):
+        # `lift` gives zero and infinity the smallest scale: x / inf would get the
+        # largest, and set that of the sum that it is added to.
         b = v.value(b.data, 1.0, 1.0, dtype)
     else:
         b = v.as_divisor(b)
@@ -126,10 +142,12 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
     dtype = v.result_dtype(x)
     if n < 0:
         x = v.as_divisor(x)
+    # The number of a multiple saturates: what is beyond goes into the data first.
     x = v.exact(x)
     base = x.scale if n > 0 else sc.ratio(1.0, x.scale)
     scale = rest = 1.0
     for _ in range(abs(n)):
+        # One factor at a time: the fourth power of 2^-40 leaves the range of scales.
         scale, further = sc.product_and_rest(scale, base)
         rest = sc.product(rest, further)
     data = sc.times(bind(eqn, v.data32(x)), rest)
@@ -167,6 +185,8 @@ def _root(degree: int, inverse: bool) -> Any:
                 rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.data32(x), rest))
         rms = x.expected_rms
+        # A run-time rest, of less than two octaves, is not known: the data is then off
+        # by less than one.
         if sc.is_static(rest):
             rms *= rest
         if inverse:
@@ -202,6 +222,8 @@ def _odd(eqn: Any, x: Value) -> Value:
     """
     (y,) = default(eqn, x)
     if sc.is_static(x.scale):
+        # tanh and its kind are nearly linear below 1, and of size 1 above: at scale 1
+        # FP16 has no number for their results below 2^-25.
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return v.at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
@@ -213,11 +235,14 @@ def _to_integers(eqn: Any, x: Value) -> Value:
     At a scale below 1 an integer would be large data.
     """
     (y,) = default(eqn, x)
+    # floor and ceil of numbers of 2^-20 are -1, 0 and 1, of which 1 is 2^20 at their
+    # scale: beyond FP16.
     return v.at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
 
 
 @rule("sign")
 def _sign(eqn: Any, x: Value) -> Value:
+    # Scales are positive: the sign of the data is that of the value.
     return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
 
 
@@ -226,6 +251,8 @@ def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
         if sc.has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
+            # Zero, infinities and NaN compare alike at any scale: the narrow data is
+            # read as it is, without a conversion.
             number = np.asarray(constant, other.data.dtype)
             return bind(
                 eqn, *((number, other.data) if x is a else (other.data, number))
@@ -254,6 +281,7 @@ def common(*operands: Any) -> tuple[list[Any], Value]:
     scales = [x.scale for x in values]
     scale = sc.largest(*scales)
     is_static = sc.is_static(scale)
+    # The others are smaller: their expected RMS belongs to another scale.
     rms = max(x.expected_rms for x in values if not is_static or x.scale == scale)
     if formats.has_range_of_float32(dtype):
         # At the largest scale the smallest would leave FP32: one in between holds all.
@@ -345,7 +373,10 @@ def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
 def _convert(eqn: Any, x: Any) -> Any:
     dtype, x = np.dtype(eqn.params["new_dtype"]), v.lift(x, eqn.invars[0].aval.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
+        # The integer of the number as the user cast it: int(float16(2049)) is 2048.
         return bind(eqn, v.unscaled(x, eqn.invars[0].aval.dtype))
+    # The power of two stays apart from a run-time scale: multiplied out, it is a kernel
+    # on a GPU.
     return v.value(
         formats.saturating_cast(x.data, dtype), x.multiple, x.expected_rms, dtype
     )

@@ -40,6 +40,7 @@ def _loop(fun: Callable) -> Callable:
 
     @functools.wraps(fun)
     def rule(eqn: Any, *operands: Any, evaluate: Any) -> Any:
+        # A context variable: threads trace at the same time.
         token = _loop_depth.set(_loop_depth.get() + 1)
         try:
             return fun(eqn, *_coarse_inside(operands), evaluate=evaluate)
@@ -79,22 +80,26 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
             len(init),
         )
 
-    ends = jax.tree.map(lambda x: _end(x, backwards), sliced)
+    # For its shape and its type on a mesh alone: steps are looked at before the loop is
+    # built.
+    first = jax.tree.map(_first, sliced)
 
     def carry_after(carry: Sequence[Any]) -> list:
-        return step(carry, ends)[: len(init)]
+        return step(carry, first)[: len(init)]
 
     avals = jaxpr.out_avals[: len(init)]
     carry, forms = _initial_carry(carry_after, init, length, evaluate, avals)
 
     def packed_step(carry: Any, slices: Any) -> tuple[Any, Any]:
         out = step(unpack(carry), slices)
+        # Stored inside the body: with residuals that leave it in FP32 llama_scan of the
+        # zoo takes 3.02 times plain FP16's temporaries, with these 1.04.
         ys = evaluate.stacked(jaxpr, out[len(init) :])
         return _carried(map(next_carry, out[: len(init)], forms), avals), pack(ys)
 
     # A measured scale varies over a mesh where the scale before the loop did not.
     as_carry, carry = jaxprs.agreeing_carry(
-        lambda carry: packed_step(carry, ends)[0], carry
+        lambda carry: packed_step(carry, first)[0], carry
     )
 
     def body(carry: Any, slices: Any) -> tuple[Any, Any]:
@@ -127,6 +132,8 @@ def _while(eqn: Any, *operands: Any, evaluate: Any) -> Any:
         unpack(pack(operands[: n_cond + n_body])),
         list(operands[n_cond + n_body :]),
     )
+    # JAX selects by the batch only where it lowers its own loop; this one is traced
+    # anew, and takes one boolean.
     is_batch = bool(params["cond_jaxpr"].out_avals[0].shape)
 
     def predicate(carry: Sequence[Any]) -> Any:
@@ -168,9 +175,13 @@ def _initial_carry(
 ) -> tuple[list[Any], list[Any]]:
     """Return the packed carry before the first iteration, and its parts' forms."""
     if evaluate.measures:
-        init = unpack(pack([to_form(x, wide_form([x])) for x in init]))
+        init = [to_form(x, wide_form([x])) for x in init]
+        # FP32 at scale 1 in every iteration: a narrow carry would be measured and
+        # rounded in each.
         forms = wide_carry_forms(lambda carry: shape_of(carry_after, carry), init)
     else:
+        # By shapes alone: a look costs a trace of the body, and no operation in the
+        # program.
         forms = carry_forms(
             lambda carry: _coarse_inside(shape_of(carry_after, carry)), init, length
         )
@@ -190,19 +201,25 @@ def _slices(x: Any) -> tuple[Any, Any, dict]:
     axis.
     """
     if not isinstance(x, Value):
+        # `lax.scan` wants arrays: a broadcast constant becomes one without its elements
+        # in the program.
         return formats.materialize(x), None, {}
+    # What was stored outside is sliced with it, so an iteration stores nothing anew.
     copies = {key: _slices(copy) for key, copy in x.copies.items()}
     scale = x.scale
+    # One scale for all slices stays outside the loop, as any constant of the body.
     if sc.is_static(scale) or scale.shape[:1] in ((), (1,)):
         scale = None
     return x.data, scale, copies
 
 
-def _end(x: Any, last: bool) -> Any:
-    """Return the first or the last slice, or zeros for an empty array."""
+def _first(x: Any) -> Any:
+    """Return the first slice, or zeros for an empty array."""
     if x.shape[0] == 0:
+        # A scan of length 0 has results, too, and their forms come from a look at its
+        # body.
         return lax.full_like(x, 0, shape=x.shape[1:])
-    return lax.index_in_dim(x, -1 if last else 0, keepdims=False)
+    return lax.index_in_dim(x, 0, keepdims=False)
 
 
 def _of_slice(pieces: Any, stack: Any) -> Any:
@@ -212,6 +229,7 @@ def _of_slice(pieces: Any, stack: Any) -> Any:
     if scale is None:
         scale = stack.scale
         if np.size(scale) > 1:
+            # Its leading axis, of size 1, is that of the slices.
             scale = scale[0]
     sliced = {
         (name, parts[1:]): _of_slice(copies[name, parts], copy)
@@ -225,6 +243,8 @@ def _scalar(scale: Any) -> Any:
     """Return a scale of one element as a scalar."""
     if isinstance(scale, float) or scale.size > 1:
         return scale
+    # Rules read a scalar as the scale of all elements; of a larger scale they take the
+    # maximum.
     return scale.reshape(())
 
 
@@ -235,6 +255,7 @@ def _stacked(y: Any, length: int) -> Any:
     """
     if isinstance(y, Constant):
         (y,) = unpack([y])
+        # The body's constant is known outside, too, so a stack of zeros sets no scale.
         return np.broadcast_to(y[(0,) * y.ndim], (length, *y.shape))
     if not isinstance(y, Value):
         return y
@@ -245,5 +266,7 @@ def _stacked(y: Any, length: int) -> Any:
     y = dataclasses.replace(y, copies=copies)
     if sc.is_static(y.scale) or y.scale.ndim > 1:
         return y
+    # A layer of a stack keeps its own scale: gradients of layers may differ by more
+    # than a format's range.
     scale = y.scale.reshape((length,) + (1,) * (y.data.ndim - 1))
     return dataclasses.replace(y, dynamic=scale)

@@ -34,6 +34,8 @@ def gelu(x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
 @composite(name="gelu")
 def _gelu(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     x32 = _biased(x, bias)
+    # Not the equal `y sigmoid(2u)`: XLA writes each product with the gate as a
+    # quotient, 1,627 PTX instructions backward in place of 1,527.
     tanh = jnp.tanh(_SQRT_2_OVER_PI * x32 * (1 + _CUBIC * x32 * x32))
     return (0.5 * x32 * (1 + tanh)).astype(x.dtype)
 
@@ -75,6 +77,7 @@ def silu(x: jax.Array) -> jax.Array:
 @composite
 def relu(x: jax.Array) -> jax.Array:
     """Return `max(x, 0)`, with gradient 0 at 0."""
+    # The gradient of `jnp.maximum` at 0 is 1/2.
     return jnp.where(x > 0, x, jnp.zeros_like(x))
 
 

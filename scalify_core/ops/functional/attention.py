@@ -114,6 +114,7 @@ def _attention_fwd(
     outs, log_norms = [], []
     for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
         logits = masked_logits(qh, kh, segments, rows, cols, sees, logit_scale)
+        # Finite: a query sees at least itself, so -inf never meets -inf.
         peak = jnp.max(logits, axis=-1, keepdims=True)
         p = jnp.exp(logits - peak)
         norm = jnp.sum(p, axis=-1, keepdims=True)
@@ -139,8 +140,10 @@ def _attention_bwd(
         axis=-1,
         keepdims=True,
     )
+    # Keys are seen by many blocks of queries: their gradients add up in FP32.
     dqs, dk, dv = [], jnp.zeros(kh.shape, jnp.float32), jnp.zeros(vh.shape, jnp.float32)
     for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
+        # Computed again: the probabilities of all blocks would be arrays of T x S.
         logits = masked_logits(qh, kh, segments, rows, cols, sees, logit_scale)
         p = jnp.exp(logits - log_norm[:, :, rows])
         dp = rows_dot(gh[:, :, rows], vh[:, :, cols], 3)
@@ -152,6 +155,8 @@ def _attention_bwd(
             over_rows(p.astype(q.dtype), gh[:, :, rows], kh.shape[1])
         )
     dq, dk = jnp.concatenate(dqs, axis=2) * logit_scale, dk * logit_scale
+    # A sum over all queries that see one key grows in training (six layers, step 610:
+    # 12,400 of FP16's 65,504), and a norm makes NaN of an infinity.
     return (
         *(
             saturating_cast(heads_first(d), x.dtype)
@@ -169,6 +174,7 @@ def _cudnn(
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
     if sees.window is not None:
+        # JAX counts the keys on the left without the query's own.
         window = sees.window - 1, 0
     return functools.partial(
         jax.nn.dot_product_attention,
@@ -182,6 +188,7 @@ def _cudnn(
 
 def _is_for_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     return (
+        # JAX raises for other sizes; it takes heads of 256 channels from Hopper on.
         q.dtype in _CUDNN_DTYPES
         and q.dtype == k.dtype == v.dtype
         and q.shape[-1] % 8 == 0
@@ -211,7 +218,11 @@ def _attention_fwd_cuda(
     if not _is_for_cudnn(q, k, v):
         return _attention_fwd(q, k, v, segments, **settings)
     out, pullback = jax.vjp(_cudnn(segments, **settings), q, k, v)
+    # The statistics are in no result of JAX's function, only among what its backward
+    # pass keeps.
     (log_norm,) = (x for x in jax.tree.leaves(pullback) if _is_log_norm(x, q))
+    # With the statistics kept, a scan of 12 layers has 24 attention kernels and not 36:
+    # at 8192 tokens 46.8 ms a step and not 50.6 (124M, H100, predicted).
     return out, (q, k, v, segments, out, log_norm[..., None])
 
 

@@ -18,14 +18,15 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
         table: [V, D], any float dtype.
-        ids: [...], integers in [0, V); an id outside gives a row of NaN, so that it
-            cannot go unnoticed.
+        ids: [...], integers in [0, V); an id from V on gives a row of NaN, so that it
+            cannot go unnoticed. A negative one counts from the end, as in NumPy.
 
     Returns:
         [..., D] in the dtype of the table. The gradient of the table adds up in FP32,
         always in the same order. (By default a GPU's scatter-add is atomic, and not
         deterministic.)
     """
+    # JAX's default takes the last row for an id that is too large.
     return table.at[ids].get(mode="fill", fill_value=jnp.nan)
 
 
@@ -52,6 +53,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     """
     table, ids = residuals
     width, count = table.shape[-1], math.prod(ids.shape)
+    # Stable: equal ids keep the order of their positions, and their sum its bits.
     order = jnp.argsort(ids.reshape(count), stable=True)
     sorted_ids = ids.reshape(count)[order]
     rows = gradient.astype(jnp.float32).reshape(count, width)[order]
@@ -115,6 +117,8 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"rope: tables {cos.shape} and {sin.shape} for x {x.shape}: expected"
             f" {expected} each"
         )
+    # `_rope_bwd` gives the tables no gradient; without this a second derivative would
+    # have one all the same.
     return _rope(x, jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin))
 
 
@@ -129,13 +133,12 @@ def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def _rope_bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple:
     cos, sin = residuals
+    # The transpose of a rotation is the rotation back: the tables are all that is kept,
+    # and not `x`.
     return _rope.fun(gradient, cos, -sin), None, None
 
 
 _rope.defvjp(lambda x, cos, sin: (_rope.fun(x, cos, sin), (cos, sin)), _rope_bwd)
-
-
-# Storage of arrays in their own format in compiled programs.
 
 
 @composite(cuda=compiler_hints.barrier)

@@ -56,9 +56,11 @@ from scalify_core.ops.composite import composite
 
 TOP = 7  # the exponent of an operand's largest magnitude; 448 is 2^8.8
 P_SCALE = 256.0
-# within which a result's largest magnitude may lie
+# For a result's largest magnitude: at most what saturates nothing, and at least 9
+# octaves above the smallest E4M3 number.
 RESULT_RANGE = (1.0, E4M3.max)
-# The name scope of a kernel that only runs where a guessed scale was wrong.
+# The name scope of the second kernel, which the time model leaves out: in a probe on an
+# H100 no guess was wrong.
 RERUN = "fp8_attention_rerun"
 # What the guesses put at 1: see `backward_scales`.
 DQ_TARGET, DK_TARGET, DV_TARGET = 2.0**10, 2.0**8, 2.0**4
@@ -86,8 +88,7 @@ def fp8_attention(
         simulate: whether programs for CUDA, too, compute in FP32, which takes any size.
 
     Returns:
-        [B, T, H, K] in the dtype of `q`. It is differentiable once. No GPU has
-        confirmed the gradients of a program for CUDA yet (docs/precision.md).
+        [B, T, H, K] in the dtype of `q`. It is differentiable once.
 
     Raises:
         ValueError: operands of several dtypes, heads or lengths that do not fit, or a
@@ -112,6 +113,8 @@ def fp8_attention(
             f"fp8_attention: {q.shape[1]} queries and {k.shape[1]} keys: causal needs"
             " as many"
         )
+    # Refused and not ignored: attention in 16 bits has both, and the model would be
+    # another one.
     if segments is not None or (window is not None and window < q.shape[1]):
         raise ValueError(
             f"fp8_attention: window={window}, segments"
@@ -164,6 +167,7 @@ def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `x` in E4M3, its largest magnitude in [128, 256), and its FP32 unit."""
     wide = x.astype(jnp.float32)
     unit = unit_of(wide, TOP)
+    # Infinities become NaN, so that a gradient that is not finite stays so.
     return E4M3.cast_or_nan(wide * pow2_inverse(unit)), unit
 
 
@@ -195,6 +199,7 @@ def backward_scales(
     top = 2.0 ** (TOP + 1)
     units = operands.units[:2][::-1]  # dQ has that of k, dK that of q
     targets = jnp.float32([DQ_TARGET, DK_TARGET]) / top
+    # One division after the other: the product of bound and unit may leave FP32.
     guesses = [targets / bound / units, jnp.float32([DV_TARGET / top])]
     return Scales(pow2_floor(E4M3.max / bound), pow2_floor(jnp.concatenate(guesses)))
 
@@ -244,8 +249,13 @@ def _forward(
     outs, log_norms = [], []
     for rows, cols in blocks_of_queries(q.shape[1], k.shape[1], sees):
         logits = masked_logits(qh, kh, None, rows, cols, sees, logit_scale)
+        # The units follow the product, as in cuDNN's kernel, which multiplies the E4M3
+        # numbers.
         logits = logits * q_unit * k_unit
+        # As in cuDNN's description, and unlike in `attention`, probabilities are
+        # normalized before they are rounded.
         log_norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        # In integer arithmetic: XLA removes a cast to E4M3 and back on GPUs.
         p = E4M3.quantize(jnp.exp(logits - log_norm) * P_SCALE)
         outs.append(rows_dot(p, vh[:, :, cols], 2) / P_SCALE)
         log_norms.append(log_norm[..., 0])
@@ -270,6 +280,8 @@ def _backward(
     )
     q_unit, k_unit, _ = operands.units
     sees = Sees(causal, None)
+    # Of the rounded output, as in cuDNN. Where one key takes most of the attention,
+    # `dp - delta` is a small difference: dQ and dK have errors of 0.25 and not 0.06.
     delta = jnp.sum(gh * oh, axis=-1, keepdims=True)
     dqs, dk, dv = [], jnp.zeros_like(kh), jnp.zeros_like(vh)
     for rows, cols in blocks_of_queries(gh.shape[2], kh.shape[2], sees):
@@ -281,6 +293,8 @@ def _backward(
         p = E4M3.quantize(p * P_SCALE)
         dqs.append(rows_dot(ds, kh[:, :, cols], 2))
         dk = dk.at[:, :, cols].add(over_rows(ds, qh[:, :, rows], kh.shape[1]))
+        # In FP32. Hopper's FP8 sums keep 13 bits of fraction: of terms that agree, dV
+        # is 3% smaller there (docs/lab.md).
         dv = dv.at[:, :, cols].add(over_rows(p, gh[:, :, rows], kh.shape[1]))
     ds_unit = pow2_inverse(scales.ds)
     results = (
@@ -289,6 +303,7 @@ def _backward(
         dv / P_SCALE,
     )
     amax = jnp.stack([jnp.max(jnp.abs(x)) for x in results])
+    # cuDNN's results saturate in E4M3, and `settled` is made for these.
     largest = E4M3.quantize(jnp.minimum(amax * scales.results, E4M3.max))
     final = settled(scales.results, amax, largest)
     narrow = [
@@ -381,6 +396,8 @@ def _cuda_backward(
         ds_scale=scales.ds,
         **settings,
     )
+    # Measured and then rounded would be two calls each time, which costs what FP8
+    # gains. A scale of the step before would be a history to save.
     first = kernel(scales=scales.results)
     largest = [jnp.max(jnp.abs(x.astype(jnp.float32))) for x in first[:3]]
     final = settled(scales.results, first.amax, jnp.stack(largest))
@@ -400,6 +417,8 @@ def _cuda_backward(
 def _check_kernel(q: jax.Array, k: jax.Array, *, is_training: bool) -> None:
     """Raise ValueError for sizes that cuDNN's kernels do not take."""
     lengths = (q.shape[1], k.shape[1])
+    # Padding heads of 64 channels to 128 would double the FLOPs: so such models have no
+    # FP8 attention.
     has_length = not any(length % cudnn.LENGTH_MULTIPLE for length in lengths)
     if q.shape[3] != cudnn.HEAD_WIDTH or (is_training and not has_length):
         raise ValueError(
@@ -416,4 +435,5 @@ _fp8_attention.defvjp(_forward, _backward, cuda=(_cuda_forward, _cuda_backward))
 def _largest_norm(x: jax.Array) -> jax.Array:
     """Return the largest norm of a row of E4M3 `x` along its last axis, FP32."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
+    # E4M3 numbers are at most 448: no square overflows FP32.
     return jnp.sqrt(jnp.max(squares))

@@ -6,7 +6,7 @@ chunk.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from scalify_core.numerics import compiler_hints
 from scalify_core.ops.composite import composite
 
-# Bytes of a chunk's FP32 logits. Chunks are larger on GPUs, where each also reads and
-# writes the FP32 gradient of the whole head.
+# Bytes of a chunk's FP32 logits. On a CPU three products bound the loss, whose time is
+# the same from 128 to 2048 tokens a chunk. On a GPU each chunk also reads and writes
+# the FP32 gradient of the whole head, so there are fewer.
 _CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
 _LOWEST = -1e30
 
@@ -38,7 +39,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     chunk: int | None = None,
     masked: bool = False,
-    narrow_logits: bool = False,
+    narrow_logits: bool | Literal["cuda"] = False,
 ) -> jax.Array:
     """Return `cross_entropy(x @ head.T, targets)` without the logits of the whole
     batch.
@@ -59,7 +60,8 @@ def linear_cross_entropy(
         narrow_logits: whether the product writes the logits in the dtype of `x`, under
             `scalify` in that of its data. It halves the memory traffic, and rounds each
             logit by 2^-12 of its size in FP16, saturating. All later arithmetic is
-            FP32.
+            FP32. "cuda": in training on GPUs alone, where that traffic is what the loss
+            waits for.
 
     Returns:
         FP32 scalar, mean nats.
@@ -76,11 +78,11 @@ class _Settings(NamedTuple):
     vocab_size: int
     chunk: int | None
     masked: bool
-    narrow: bool
+    narrow: bool | Literal["cuda"]
 
     def tokens_of_chunk(self, size: int, x: jax.Array, head: jax.Array) -> int:
         """Return the tokens of a chunk: as given, or as fit into so many bytes."""
-        width = x.dtype.itemsize if self.narrow else 4
+        width = x.dtype.itemsize if self.narrow is True else 4
         return self.chunk or max(1, size // (width * head.shape[0]))
 
     def unmasked(self, x: jax.Array, targets: jax.Array) -> jax.Array:
@@ -91,9 +93,13 @@ class _Settings(NamedTuple):
 
     def logits(self, x_CxD: jax.Array, head_VxD: jax.Array, scale: float) -> jax.Array:
         """Return FP32 logits; with `narrow` they were rounded to the dtype of `x`."""
-        dtype = x_CxD.dtype if self.narrow else jnp.float32
+        # A BF16 logit of 16 is off by up to 2^-4, and so is its probability, by chance
+        # in either direction; one of FP16 by 2^-7.
+        dtype = x_CxD.dtype if self.narrow is True else jnp.float32
         logits = _dot(x_CxD, head_VxD, ((1,), (1,)), dtype)
         if logits.dtype != jnp.float32:
+            # A GPU's product writes infinity beyond FP16, and infinity minus infinity
+            # is NaN in the softmax.
             top = float(jnp.finfo(logits.dtype).max)
             logits = jnp.clip(logits.astype(jnp.float32), -top, top)
         return _mask_padding(logits if scale == 1 else logits * scale, self.vocab_size)
@@ -146,6 +152,8 @@ def _linear_cross_entropy(
     settings: _Settings,
     logit_scale: float,
 ) -> jax.Array:
+    # Here and not in the model: the derivative of a cast to BF16 rounds the head's
+    # gradient to BF16.
     head = head.astype(x.dtype)
 
     def step(
@@ -166,18 +174,31 @@ def _linear_cross_entropy_fwd(
 
 
 def _linear_cross_entropy_fwd_cuda(
-    x: jax.Array, head: jax.Array, targets: jax.Array, **static: Any
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    settings: _Settings,
+    logit_scale: float,
 ) -> tuple:
     """Return the same in larger chunks, whose logits are read in two passes.
 
     One pass makes all sums, one the error.
     """
+    settings = settings._replace(narrow=settings.narrow in (True, "cuda"))
     # XLA would allocate a constant at the start of the program, and share it with other
     # zeros of this size to the end.
     zero, x = compiler_hints.barrier((jnp.float32(0), x))
     zeros = jnp.full(head.shape, zero)
     return _loss_and_gradients(
-        x, head, targets, zeros, _nats_in_one_pass, _CUDA_CHUNK_BYTES, **static
+        x,
+        head,
+        targets,
+        zeros,
+        _nats_in_one_pass,
+        _CUDA_CHUNK_BYTES,
+        settings=settings,
+        logit_scale=logit_scale,
     )
 
 
@@ -208,8 +229,10 @@ def _loss_and_gradients(
         loss, log_norm = nats(logits, targets_C)
         error = _error(logits, log_norm, targets_C)
         error = settings.unmasked(error, targets_C[:, None]) * lift
+        # The two products read 16 bits, as the forward product does.
         error = error.astype(x_CxD.dtype)
         dx = _dot(error, head_VxD, ((1,), (0,))) / lift
+        # In FP32: sums of many small terms stop growing in 16 bits.
         dhead = dhead + _dot(error, x_CxD, ((0,), (0,))) / lift
         total = total + jnp.sum(settings.unmasked(loss, targets_C))
         return (total, dhead), dx.astype(x_CxD.dtype)
@@ -217,6 +240,7 @@ def _loss_and_gradients(
     chunk = settings.tokens_of_chunk(chunk_bytes, x, head)
     start = jnp.float32(0), zeros
     (total, dhead), dx = _over_chunks(step, start, x, targets, chunk)
+    # Residuals are arrays: an empty one carries the head's dtype.
     return total / x.shape[0], (dx, dhead, jnp.zeros((0,), head.dtype))
 
 
@@ -229,6 +253,8 @@ def _linear_cross_entropy_bwd(
 ) -> tuple:
     del settings
     dx, dhead, like_head = residuals
+    # Here, in FP32: with 1/N in them, the gradients of logits of a usual batch have an
+    # RMS of 2^-20.8, and 99.998% of them are zeros in FP16.
     factor = gradient * (logit_scale / dx.shape[0])
     return (
         (dx.astype(jnp.float32) * factor).astype(dx.dtype),
@@ -259,6 +285,9 @@ def _over_chunks(
     body = size * count
     xs = x[:body].reshape(size, count, x.shape[1])
     ts = targets[:body].reshape(size, count)
+    # A loop: unrolled, XLA holds the logits of all chunks (two layers of 124M: 2.96 GiB
+    # in place of 1.11), or, with barriers between them, a sum of the head's gradient
+    # that is no part of the product.
     carry, ys = jax.lax.scan(
         lambda c, xt: step(c, *xt), carry, (xs.swapaxes(0, 1), ts.swapaxes(0, 1))
     )
@@ -279,6 +308,8 @@ def _dot(
 def _mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     if vocab_size == logits.shape[-1]:
         return logits
+    # Tables are padded to sizes that tensor cores take, 50257 rows to 50304; the
+    # padding must get no probability.
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.where(column < vocab_size, logits, -jnp.inf)
 
@@ -303,6 +334,7 @@ def _nats_in_one_pass(
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     target = jnp.where(column == targets[:, None], logits, 0)
 
+    # By itself XLA reads the logits once for their maximum, and again for the sum.
     def add(left: tuple, right: tuple) -> tuple:
         (peak_l, sum_l, target_l), (peak_r, sum_r, target_r) = left, right
         peak = jnp.maximum(peak_l, peak_r)
@@ -327,6 +359,8 @@ def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Ar
     """
     column = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1)
     probability = jnp.exp(logits - log_norm[:, None])
+    # A comparison, fused with the exponential; a one-hot array would be as large as the
+    # logits.
     return jnp.where(column == targets[:, None], probability - 1, probability)
 
 

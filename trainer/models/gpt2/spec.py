@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from trainer.bounds import (
     POWER_OF_TWO,
@@ -16,7 +16,8 @@ from trainer.bounds import (
 )
 from trainer.errors import UserError
 from trainer.models.choices import REMAT_MODES, DecoderSpec
-from trainer.models.config_values import whole_number
+from trainer.models.config_values import check_supported, whole_number
+from trainer.models.fp8_checkpoints import check_quantization
 
 # The keys of each field in a config.json: GPT-2's, and other names that transformers
 # reads, or wrote.
@@ -26,6 +27,17 @@ CONFIG_KEYS = {
     "d_model": ("n_embd", "hidden_size"),
     "context": ("n_positions", "max_position_embeddings", "n_ctx"),
     "vocab_size": ("vocab_size",),
+}
+# Other GPT-2s do not compute the same function.
+SUPPORTED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 # transformers' values for keys that a config.json of `model_type` gpt2 leaves out
 CONFIG_DEFAULTS = {
@@ -68,9 +80,10 @@ class GPT2Spec(DecoderSpec):
         per weight, except in recomputed blocks. No number changes. The cast is always
         kept for FP32 weights, for weights that are all-gathered in FP8
         (`parallel.fsdp`), and without `scalify`.
-      loss_logits: the dtype of the loss's logits in memory. None: FP32. compute: the
-        dtype of the matmuls, with half the memory traffic; computations on them are
-        FP32.
+      loss_logits: the dtype of the loss's logits in memory. compute: that of the
+        matmuls, with half the memory traffic; computations on them are FP32. auto:
+        compute in training on GPUs, else float32. None is float32, as runs before
+        "auto" saved it.
       init_std: the standard deviation of initial weights; divided by sqrt(2 L) for
         projections into the residual stream.
       value_gain: a power of two that multiplies the values, kernel and bias, and
@@ -94,7 +107,7 @@ class GPT2Spec(DecoderSpec):
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMAT_MODES)] = "none"
     keep_fp8_weights: bool = True
-    loss_logits: Literal["compute"] | None = None
+    loss_logits: Literal["auto", "compute", "float32"] | None = "auto"
     init_std: Annotated[float, more_than(0, "; GPT-2's is 0.02")] = 0.02
     value_gain: Annotated[float, POWER_OF_TWO] | None = None
     align_channels: Natural = 0
@@ -138,16 +151,23 @@ class GPT2Spec(DecoderSpec):
         )  # fmt: skip
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
+        check_supported(config, SUPPORTED)
+        check_quantization(config)
         defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
         fields = {
-            name: size_of_huggingface(config, keys, defaults.get(name))
+            name: size_from_config(config, keys, defaults.get(name))
             for name, keys in CONFIG_KEYS.items()
         }
         d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
         is_default = d_mlp == 4 * fields["d_model"]
         return fields | {"d_mlp": None if is_default else d_mlp, "mlp": "gelu"}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the spec of a config.json; UserError for an unsupported variant."""
+        return cls(**cls.fields_from_huggingface(config))
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
@@ -155,7 +175,7 @@ class GPT2Spec(DecoderSpec):
         return fields | {"d_mlp": self.mlp_width}
 
 
-def size_of_huggingface(
+def size_from_config(
     config: Mapping[str, Any], keys: Sequence[str], default: int | None
 ) -> int:
     """Return a size in a config.json, which may have several of these keys.

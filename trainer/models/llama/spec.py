@@ -78,7 +78,7 @@ class LlamaSpec(DecoderSpec):
     scan_layers: bool = False
     remat: Annotated[str, OneOf(REMAT_MODES)] = "none"
     keep_fp8_weights: bool = True
-    loss_logits: Literal["compute"] | None = None
+    loss_logits: Literal["auto", "compute", "float32"] | None = "auto"
     init_std: Annotated[float, more_than(0, ", such as 0.02")] = 0.02
     align_channels: Natural = 0
     align_gain: Annotated[float, more_than(0, ", such as 64")] = 1.0
@@ -136,7 +136,7 @@ class LlamaSpec(DecoderSpec):
         )  # fmt: skip
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
         fields = dataclasses.asdict(cls.from_config(config))
         return {name: fields[name] for name in cls.checkpoint_fields()}

@@ -12,8 +12,7 @@ from for_h200 import AS_TRAINED, program_for
 
 from scalify_core.ops import cudnn_fp8_attention
 from scalify_core.ops.functional import fp8_attention
-from trainer.compiled import fp8
-from trainer.compiled.fp8 import Gpu, check_attention_device
+from trainer.compiled.fp8 import check_attention_device
 from trainer.compiled.hlo import fp8_share
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -123,24 +122,21 @@ def test_gpus_that_cudnn_has_it_for():
             check_attention_device(device, policy, is_described=True)
 
 
-def test_training_on_a_gpu_is_refused_until_its_gradients_are_confirmed(monkeypatch):
+def test_the_installed_cudnn_is_asked_where_the_kernel_runs(monkeypatch):
     policy = compose_config(FP8_HEADS).precision.policy
     simulated = compose_config([*FP8_HEADS[:3], "precision=fp32", *SIMULATED])
     (h100,) = make_target_mesh(get_target("h100"), 1, 1).devices.flat
-    message = (
-        "precision.attention=e4m3: on an H200 (jax 0.11.2, cuDNN 9.19) its gradients"
-        " were wrong, and the correction has not run on a GPU yet; set"
-        " precision.attention=null, the default"
-    )
+    too_old = "cuDNN 91001 is installed; FP8 attention here needs 91002"
+    monkeypatch.setattr(cudnn_fp8_attention, "wrong_cudnn", lambda major: too_old)
     with pytest.raises(UserError) as refused:
         check_attention_device(h100, policy)
-    assert str(refused.value) == message
+    assert str(refused.value) == (
+        f"precision.attention=e4m3: {too_old}; set precision.attention=null, the"
+        " default"
+    )
     check_attention_device(h100, policy, is_described=True)  # a plan
     check_attention_device(h100, simulated.precision.policy)
     check_attention_device(jax.devices("cpu")[0], policy)
-    # tests/gpu/test_first_contact.py asks this, and must run the kernel.
-    assert Gpu.from_device(h100).lacks_attention() == ""
-    monkeypatch.setattr(fp8, "UNCONFIRMED_ATTENTION", "")
     monkeypatch.setattr(cudnn_fp8_attention, "wrong_cudnn", lambda major: "")
     check_attention_device(h100, policy)
 

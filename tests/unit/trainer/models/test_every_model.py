@@ -195,6 +195,26 @@ def test_logits_of_the_loss_have_the_dtype_of_the_matmuls_on_demand(spec, how, d
     assert re.findall(LOGITS, text)[0] == dtype
 
 
+@pytest.mark.parametrize(
+    ("how", "platform", "dtype"),
+    [
+        ("auto", "cuda", "bf16"),
+        ("auto", "cpu", "f32"),
+        ("float32", "cuda", "f32"),
+        (None, "cuda", "f32"),  # as runs before "auto" saved it
+    ],
+)
+def test_logits_of_the_loss_are_narrow_on_gpus_unless_asked_otherwise(
+    how, platform, dtype
+):
+    params, loss = loss_of(UNTIED, how, jnp.bfloat16)
+    lowered = (
+        jax.jit(jax.grad(loss)).trace(params).lower(lowering_platforms=(platform,))
+    )
+    products = re.findall(r"dot_general.*-> tensor<32x128x(\w+)>", lowered.as_text())
+    assert products == [dtype]
+
+
 # The test above shows that GPT-2's head is asked alike.
 def test_logits_are_in_the_format_of_the_data_where_scales_propagate():
     params, loss = loss_of(UNTIED, "compute", jnp.float32)
