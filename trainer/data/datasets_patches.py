@@ -39,6 +39,7 @@ CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
 # lines (harbor), write numbers as text (eval), or take a damaged header for the end of
 # an archive (webdataset).
 EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "xml")
+PLAIN_BUILDERS = ("text", "xml")  # of texts as they stand in a file
 # Settings of a README.md with the values that lose nothing: others leave out damaged
 # files, or characters. (CSV files are read without them.)
 LOSSLESS: dict[str, Sequence[Any]] = {
@@ -172,6 +173,8 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # A JSON file whose rows are {} has none.
             check_text_column(table, column)
+            if builder.name in PLAIN_BUILDERS:
+                check_no_nul(table, column)
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
@@ -232,6 +235,19 @@ def unknown_version(format: str) -> UserError:
         f"`datasets` {version('datasets')} reads {format} in a way that is not known"
         " here, and could change texts unnoticed; install datasets==5.2.0"
     )
+
+
+def check_no_nul(table: "pyarrow.Table", column: str) -> None:
+    """Raise UserError for NUL in a text: a disk or a download that failed leaves zeros
+    in the place of texts.
+    """
+    import pyarrow.compute
+
+    found = pyarrow.compute.match_substring(table.column(column), "\0")
+    if pyarrow.compute.any(found).as_py():
+        raise UserError(
+            "a text holds NUL, as where a file was damaged; download or copy it again"
+        )
 
 
 def check_text_column(table: "pyarrow.Table", column: str) -> None:
