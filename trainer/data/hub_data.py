@@ -75,7 +75,8 @@ def local_files(folder: Path) -> list[Path]:
     advice = f"remove it, or read data=text data.paths=[{folder}/]"
     files: dict[Path, Path] = {}
     for path in sorted(folder.rglob("*")):
-        check_directory(path)
+        if not is_hidden(path, folder):
+            check_directory(path)
         if path.is_dir() and path.is_symlink():
             raise UserError(
                 f"data.name={folder}: {path} is a link to a directory, which data=hf"

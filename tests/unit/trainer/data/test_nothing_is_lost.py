@@ -78,6 +78,9 @@ def test_texts_in_a_directory_that_cannot_be_listed_are_not_left_out(
     with pytest.raises(UserError, match=message):
         local_files(folder)
     assert expand((str(folder / "*.txt"),)) == [folder / "a.txt"]
+    (folder / "closed").rename(folder / ".closed")  # hidden ones are not read
+    assert expand((str(folder),)) == [folder / "a.txt"]
+    assert folder / "a.txt" in local_files(folder)
 
 
 def fail_to_list(monkeypatch, name):
