@@ -135,9 +135,11 @@ class Method:
           policy: the precision.
           init_histories: makes the amax histories of the model's products.
         """
-        from trainer.precision.gradients import plain
+        import jax
 
-        return plain(loss_fn)
+        from trainer.precision.gradients import stateless
+
+        return stateless(jax.value_and_grad(loss_fn))
 
     def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
@@ -199,11 +201,9 @@ class Propagated(Method):
         init_histories: Callable[[], Any],
     ) -> "Differentiate":
         """Return the scale-propagated loss and gradient; there is no state."""
-        from trainer.precision.gradients import plain, propagated, stateless
+        from trainer.precision.gradients import propagated
 
-        return plain(loss_fn)._replace(
-            value_and_grad=stateless(propagated(loss_fn, policy))
-        )
+        return propagated(loss_fn, policy)
 
     def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
