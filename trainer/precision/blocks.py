@@ -189,7 +189,7 @@ def round_to(x: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def round_on_pow2_scales(
-    x: jax.Array, fmt: FloatFormat, axis: int, length: int
+    x: jax.Array, axis: int, fmt: FloatFormat, length: int
 ) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of `length` along `axis`.
 
@@ -204,24 +204,24 @@ def round_on_pow2_scales(
     return BlockMatrix(round_to(data, fmt), scales)
 
 
-def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
+def mx(x: jax.Array, axis: int, fmt: FloatFormat, *, native: bool) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of 32 along `axis`, each on a power of two.
 
     `native`: scales are E8M0.
     """
-    out = round_on_pow2_scales(x, fmt, axis, MX_BLOCK)
+    out = round_on_pow2_scales(x, axis, fmt, MX_BLOCK)
     if native:
         out = out._replace(scales=out.scales.astype(jnp.float8_e8m0fnu))
     return out
 
 
-def rowwise(x: jax.Array, fmt: FloatFormat, axis: int) -> BlockMatrix:
+def rowwise(x: jax.Array, axis: int, fmt: FloatFormat) -> BlockMatrix:
     """Round `x` to `fmt`, each row along `axis` on a power of two."""
-    return round_on_pow2_scales(x, fmt, axis, x.shape[axis])
+    return round_on_pow2_scales(x, axis, fmt, x.shape[axis])
 
 
 def deepseek(
-    x: jax.Array, fmt: FloatFormat, axis: int, *, rows: int = 1
+    x: jax.Array, axis: int, fmt: FloatFormat, *, rows: int = 1
 ) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of `rows` x 128, 128 along `axis`, on FP32 scales
     that map each block's largest number to the format's.
@@ -335,28 +335,23 @@ def mx_recipe(
     forward: FloatFormat, backward: FloatFormat, *, native: bool = False
 ) -> Recipe:
     """Return blocks of 32 along the sum [1]."""
-
-    def cast(x: jax.Array, axis: int) -> BlockMatrix:
-        return mx(x, forward, axis, native=native)
-
-    return Recipe(cast, cast, lambda x, axis: mx(x, backward, axis, native=native))
+    cast = functools.partial(mx, fmt=forward, native=native)
+    return Recipe(cast, cast, functools.partial(cast, fmt=backward))
 
 
 def rowwise_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return a scale for each row along the sum."""
-
-    def cast(x: jax.Array, axis: int) -> BlockMatrix:
-        return rowwise(x, forward, axis)
-
-    return Recipe(cast, cast, lambda x, axis: rowwise(x, backward, axis))
+    cast = functools.partial(rowwise, fmt=forward)
+    return Recipe(cast, cast, functools.partial(cast, fmt=backward))
 
 
 def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return blocks of 128 along the sum, and of 128 x 128 for weights [2]."""
+    cast = functools.partial(deepseek, fmt=forward)
     return Recipe(
-        lambda x, axis: deepseek(x, forward, axis),
-        lambda x, axis: deepseek(x, forward, axis, rows=DEEPSEEK_BLOCK),
-        lambda x, axis: deepseek(x, backward, axis),
+        cast,
+        functools.partial(cast, rows=DEEPSEEK_BLOCK),
+        functools.partial(cast, fmt=backward),
     )
 
 
@@ -379,7 +374,6 @@ def nvfp4_recipe(
     )
 
 
-# The figures of an operand's blocks, see `block_figures`.
 BLOCK_FIGURES = ("block_spread", "block_underflow", "block_saturated")
 
 
@@ -458,7 +452,7 @@ def _rounded_by(recipe: Recipe) -> Rounded:
             operands = (z.astype(recipe.forward_dtype) for z in (x_NxD, w_DxF))
             y_NxF = jnp.matmul(*operands, preferred_element_type=x_NxD.dtype)
         kept_x = recipe.activation(recipe.mix(x_NxD.T), 1)
-        # An empty slice has the dtype of the kernel's gradient.
+        # Only arrays are kept for the backward pass: an empty one carries the dtype.
         return y_NxF, kept_x, (recipe.weight(w_DxF, 1), w_DxF[:0])
 
     def backward(
