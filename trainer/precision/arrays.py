@@ -220,7 +220,7 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
         if not narrow(path):
             return grad
         if is_scaled_array(grad):
-            # At its expected scale, which is off by a few octaves at most.
+            # Not measured again: the expected scale is off by a few octaves at most.
             return grad.astype(fmt.dtype)
         if policy.scaled:  # a mean over micro-batches
             return as_scaled_array(grad, dtype=fmt.dtype)
