@@ -56,13 +56,8 @@ from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
 from trainer.models.blocks import BLOCKS
-from trainer.observe.probe import (
-    FIGURE_NAMES,
-    SLOT_SHAPE,
-    Measure,
-    array_figures,
-    probe,
-)
+from trainer.observe.probe import SLOT_SHAPE, Measure, array_figures, probe
+from trainer.observe.records import FIGURE_NAMES
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures
@@ -114,11 +109,11 @@ class NextCast(NamedTuple):
 
         Args:
           x: the tensor.
-          uncast: `unrounded` of `probe.array_figures`.
-          count_zeros: `zeros` of `probe.array_figures`.
+          uncast: see `probe.array_figures`.
+          count_zeros: see `probe.array_figures`.
           axis: the axis of a matrix that the product sums over.
         """
-        row = array_figures(x, self.fmt, uncast, zeros=count_zeros)
+        row = array_figures(x, self.fmt, uncast, count_zeros=count_zeros)
         if self.blocks is None:
             return row
         cast, fmt = self.blocks

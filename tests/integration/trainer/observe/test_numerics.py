@@ -14,7 +14,7 @@ from precisions import SPEC, batch, policy, workload
 
 from trainer.model import Model
 from trainer.observe.numerics import CLASS_TITLES, format_name, make_numerics
-from trainer.observe.probe import FIGURE_NAMES
+from trainer.observe.records import FIGURE_NAMES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.optimizers import Muon
