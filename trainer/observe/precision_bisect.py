@@ -57,6 +57,7 @@ class Finding(NamedTuple):
 
     def as_json(self) -> dict[str, str | float]:
         """Return the entry of precision_bisect.json."""
+        # Files of earlier versions have the key `tensor`.
         return {
             "tensor" if name == "left_out" else name: value
             for name, value in self._asdict().items()
