@@ -6,9 +6,9 @@
 The first form takes a run's newest checkpoint and a batch of its training data. The
 second takes a fresh model and the keys of training.
 
-With precision.scaling=propagate it compares every equation with FP32. It prints the
-first place where values are lost, and a table by source line: how many values underflow
-or saturate, and how far scales are from the sizes of their values.
+Where scales propagate, it compares every equation with FP32. It prints the first place
+where values are lost, and a table by source line: how many values underflow or
+saturate, and how far scales are from the sizes of their values.
 
 Where operands have a scale for each block or row, it prints a table of the operands of
 matmuls (weights, inputs, and gradients of outputs): how many octaves the scales of
@@ -137,7 +137,7 @@ def blocks_text(blocks: BlocksByTensor, top: int) -> str:
 def load_state(
     arguments: Arguments, overrides: Sequence[str]
 ) -> "tuple[Config, Workload, TrainState]":
-    """Return what a run has, or a fresh model."""
+    """Return the configuration, workload and state of a run, or of a fresh model."""
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
@@ -204,9 +204,16 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     config, workload, state = load_state(arguments, overrides)
     policy = workload.model.policy
     if not (policy.scaled or policy.method.has_blocks):
+        from trainer.precision.methods import METHODS
+
+        valid_methods = [
+            name
+            for name, method in METHODS.items()
+            if method.scaled or method.has_blocks
+        ]
         raise UserError(
             f"precision.scaling={policy.scaling} has no scales to explain; valid:"
-            " scaling=propagate, and those of blocks or rows, such as mx"
+            f" {', '.join(valid_methods)}"
         )
     sequences = few_sequences(arguments, config, workload)
     texts: list[str] = []

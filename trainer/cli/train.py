@@ -388,7 +388,8 @@ def validation_loss(job: HydraJob) -> float | None:
 
     log = job.run_dir / "metrics.jsonl"
     rows = read_rows(log) if log.exists() else []
-    return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
+    losses = (float(row["val/loss"]) for row in rows[::-1] if "val/loss" in row)
+    return next(losses, None)
 
 
 def check_same_text(job: HydraJob, first_job: HydraJob) -> None:

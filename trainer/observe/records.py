@@ -84,7 +84,7 @@ def _finite_or_text(value: Any) -> Any:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl; none when there is no file.
 
-    A torn last line is left out.
+    NaN and infinities are text, which `float` reads. A torn last line is left out.
 
     Raises:
       UserError: a damaged line before the last one.

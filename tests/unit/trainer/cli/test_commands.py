@@ -143,6 +143,8 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     rows = '{"step": 1, "val/loss": 3.0}\n{"step": 2, "val/loss": 2.5}\n{"step": 3}\n'
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert validation_loss(job) == 2.5
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": "NaN"}\n')
+    assert math.isnan(validation_loss(job))
     assert validation_loss(HydraJob(tmp_path, [], exit_code=3)) == math.inf
 
 
