@@ -467,7 +467,11 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
 def apply_to_logical(eqn: Any, *operands: Any) -> list[Any]:
     """Apply the operation to the logical value, and keep the first operand's scale."""
     first = next(x for x in operands if isinstance(x, Value))
-    return [
-        v.at_scale(y, first.scale, first.expected_rms) if isinstance(y, Value) else y
-        for y in default(eqn, *operands)
-    ]
+    out = default(eqn, *operands)
+    for i, y in enumerate(out):
+        if isinstance(y, Value):
+            out[i] = dataclasses.replace(
+                v.at_scale(y, first.scale, first.expected_rms),
+                is_fill_value=first.is_fill_value,
+            )
+    return out

@@ -138,8 +138,17 @@ class Value:
         )
 
     def with_scale(self, data: Any, scale: Scale | Multiple) -> Value:
-        """Return a value of this expected RMS and format."""
-        return value(data, scale, self.expected_rms, self.dtype)
+        """Return a value of this expected RMS and format.
+
+        It is a fill value if this one is.
+        """
+        return value(
+            data,
+            scale,
+            self.expected_rms,
+            self.dtype,
+            is_fill_value=self.is_fill_value,
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -303,7 +312,8 @@ def logical(v: Any) -> Any:
 
 def at_scale(v: Value, scale: Scale, expected_rms: float = 1.0) -> Value:
     """Return the value with another scale."""
-    return value(times(v.data, ratio(v.multiple, scale)), scale, expected_rms, v.dtype)
+    out = v.with_scale(times(v.data, ratio(v.multiple, scale)), scale)
+    return dataclasses.replace(out, expected_rms=expected_rms)
 
 
 def data32_at(v: Value, scale: Scale) -> Any:
@@ -408,7 +418,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
     # it.
     scale, change = in_one_kernel(*_rescaling(v, power))
     return dataclasses.replace(
-        value(times(data32(v), change), scale, 1.0, v.dtype),
+        v.with_scale(times(data32(v), change), scale),
+        expected_rms=1.0,
         pre_rescale=PreRescale(v, power),
     )
 

@@ -366,6 +366,7 @@ def _select_whole(eqn: Any, which: Any, *cases: Any) -> Value:
         scale,
         max(x.expected_rms for x in values),
         dtype,
+        is_fill_value=any(x.is_fill_value for x in values),
     )
 
 

@@ -5,6 +5,7 @@ Sums add up in FP32. The expected RMS of a sum of K independent terms is sqrt(K)
 that of one.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -61,7 +62,9 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
         # Updates per element, if the indices are spread evenly.
         terms = max(math.prod(updates.shape) / max(math.prod(operand.shape), 1), 1.0)
     rms = like.expected_rms * math.sqrt(terms)
-    return v.settled(out, like.scale, rms, like.dtype)
+    return dataclasses.replace(
+        v.settled(out, like.scale, rms, like.dtype), is_fill_value=like.is_fill_value
+    )
 
 
 # Reductions.

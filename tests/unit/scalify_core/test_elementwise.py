@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from beside_plain import F32, HALF
 from draws import draw_normal
+from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
 from scalify_core import ScaledArray, as_scaled_array, asarray
+from scalify_core.ops.rescale import dynamic_rescale_max
 
 # One rounding to the format of the result.
 RTOL = 2.0**-10
@@ -34,6 +36,37 @@ def test_guards_below_the_format_act_as_in_fp32(name):
     # The clip's complement, 1 - (1 - 1e-7), has few bits in FP32 already: an ulp of its
     # logarithm's argument.
     assert_allclose(asarray(actual), expected, rtol=RTOL, atol=1e-6)
+
+
+# A guard's value, moved or at another scale, in front of a division and a product.
+MOVES_OF_A_GUARD = {
+    "transpose": lambda d: d.T.reshape(4, 8),
+    "sort": lambda d: jnp.sort(d, axis=0),
+    "concatenate": lambda d: jnp.concatenate([d, d])[2:6],
+    "scan": lambda d: lax.scan(lambda _, row: (0, row[::-1]), 0, d)[1],
+    "scatter": lambda d: d.at[0, 0].set(1.0),
+    "gather": lambda d: d.at[:, jnp.arange(8)].get(mode="fill", fill_value=1.0),
+    "select": lambda d: lax.select(d[0, 0] < 1, d, 2 * d),
+    "reduce_precision": lambda d: lax.reduce_precision(d, 8, 10),
+    "shard_map": lambda d: on_a_mesh(lambda d: 2 * d)(d),
+    "dynamic_rescale_max": lambda d: dynamic_rescale_max(d.at[0].set(1.0)),
+}
+
+
+def on_a_mesh(fun):
+    spec = jax.P("a")
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "a")
+    return jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+@pytest.mark.parametrize("name", MOVES_OF_A_GUARD)
+def test_a_guard_that_moves_still_guards(name):
+    def fun(x):
+        divisor = MOVES_OF_A_GUARD[name](jnp.maximum(x, 1e-12))
+        return x / divisor, divisor @ jnp.ones((8, 3))
+
+    quotient, _ = scalify(fun)(ScaledArray(jnp.zeros((4, 8), HALF), jnp.ones((4, 1))))
+    assert_array_equal(asarray(quotient), 0)
 
 
 def test_a_constant_that_the_format_holds_costs_no_conversion():
