@@ -214,8 +214,8 @@ class Recorder(precision_warnings.Observer):
             # A JAX transformation that is tracing this has no numbers.
             if inside is None or isinstance(lax.full((), 0), jax.core.Tracer):
                 return run()
-            # With jit again: outside of it a composite is compiled as a function that
-            # binds it, and without jit would call itself for ever.
+            # With jit again: only the call or loop itself is evaluated without it, so
+            # that figures and equations are compiled.
             with jax.disable_jit(False), precision_warnings.watching(None):
                 tensors = self._tensors_of(jaxpr, args, inside)
                 self._frame = frame = _Frame(tensors, inside.place, inside.path)

@@ -154,6 +154,20 @@ def test_value_and_gradients_equal_the_textbook_formula(name):
     assert {grad.dtype.type for grad in grads} == {HALF}
 
 
+@pytest.mark.parametrize("scales", [None, "auto", "static"])
+@pytest.mark.parametrize("name", ["gelu", "linear_cross_entropy_chunk_2"])
+def test_a_composite_runs_while_jit_is_disabled(name, scales):
+    fun, _, (x, *rest) = CASES[name]
+    both = jax.value_and_grad(lambda x, *rest: jnp.sum(jnp.sin(fun(x, *rest))))
+    if scales is not None:
+        both, x = sc.scalify(both, scales=scales), sc.as_scaled_array(x)
+    with jax.disable_jit():
+        actual = sc.asarray(both(x, *rest))
+    for a, b in zip(actual, sc.asarray(jax.jit(both)(x, *rest)), strict=True):
+        # Alone, an operation is not fused with the next.
+        assert_allclose(a, b, rtol=0, atol=32 * EPS * max(1.0, float(jnp.abs(b).max())))
+
+
 def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
     n, d, v = 512, 16, 1024
     args = normal(0, n, d), normal(1, v, d), jnp.zeros(n, jnp.int32)
