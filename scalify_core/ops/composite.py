@@ -263,7 +263,7 @@ def _jitted_call(call: CompositeCall) -> Any:
 
 @composite_p.def_impl
 def _impl(*operands: jax.Array, jaxpr: Any, call: CompositeCall) -> Sequence[jax.Array]:
-    # Compiled in any case: without jit the compiled function would call itself for ever.
+    # Without jit the compiled function would call itself for ever.
     with jax.disable_jit(False):
         return _compiled(jaxpr, call)(*operands)
 
