@@ -18,8 +18,9 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
 
     Args:
         table: [V, D], any float dtype.
-        ids: [...], integers in [0, V); an id from V on gives a row of NaN, so that it
-            cannot go unnoticed. A negative one counts from the end, as in NumPy.
+        ids: [...], integers in [-V, V); a negative one counts from the end, as in
+            NumPy. Any other gives a row of NaN, so that it cannot go unnoticed, and has
+            no part in the gradient.
 
     Returns:
         [..., D] in the dtype of the table. The gradient of the table adds up in FP32,
@@ -52,10 +53,15 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     written once.
     """
     table, ids = residuals
-    width, count = table.shape[-1], math.prod(ids.shape)
+    (size, width), count = table.shape, math.prod(ids.shape)
+    # Each id writes a sum of its own, so a row must have one id, and the outside of the
+    # table one. In 32 bits, since bytes could not count the places past the table.
+    ids = ids.reshape(count).astype(jnp.int32)
+    ids = jnp.where(ids < 0, ids + size, ids)
+    ids = jnp.where(ids < 0, size, jnp.minimum(ids, size))
     # Stable: equal ids keep the order of their positions, and their sum its bits.
-    order = jnp.argsort(ids.reshape(count), stable=True)
-    sorted_ids = ids.reshape(count)[order]
+    order = jnp.argsort(ids, stable=True)
+    sorted_ids = ids[order]
     rows = gradient.astype(jnp.float32).reshape(count, width)[order]
     starts = jnp.concatenate([jnp.ones((1,), bool), sorted_ids[1:] != sorted_ids[:-1]])
 
@@ -66,9 +72,8 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     sums, _ = jax.lax.associative_scan(add, (rows, starts[:, None]))
     ends = jnp.concatenate([starts[1:], jnp.ones((1,), bool)])
     # Rows that do not end a run go to distinct places past the table, and are dropped.
-    target = jnp.where(
-        ends, sorted_ids, table.shape[0] + jnp.arange(count, dtype=sorted_ids.dtype)
-    )
+    past = size + jnp.arange(count, dtype=jnp.int32)
+    target = jnp.where(ends & (sorted_ids < size), sorted_ids, past)
     # The zeros are made after the sums: XLA would allocate them at the start of the
     # program, and hold them.
     zero, sums = compiler_hints.barrier((jnp.float32(0), sums))

@@ -226,7 +226,19 @@ def test_embedding_gradient_for_cuda_equals_the_scatter_add():
         jax.jit(f)((HIDDEN, ids), g) for f in (_embedding_bwd, _embedding_bwd_cuda)
     )
     assert_allclose(actual, expected, atol=64 * EPS)
-    assert np.isnan(sc.functional.embedding(HIDDEN, jnp.asarray([30]))).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
+def test_ids_of_one_row_add_up_in_it_and_those_outside_the_table_nowhere(dtype):
+    """-1 and 29 are one row; so are -30 and 0. Of bytes, most are outside."""
+    ids = [-1, 29, 0, -30, -31, 30, 31, 29, -61, 3, -100, *[5] * 300]
+    ids = jnp.asarray(ids).astype(dtype)
+    table, g = jnp.asarray(HIDDEN), normal(1, 311, 8)
+    rows, pullback = jax.vjp(lambda table: jnp.take(table, ids, axis=0), table)
+    assert_array_equal(sc.functional.embedding(table, ids), rows)
+    for backward in (_embedding_bwd, _embedding_bwd_cuda):
+        actual, _ = backward((table, ids), g)
+        assert_allclose(actual, *pullback(g), atol=300 * EPS)
 
 
 def test_gradients_of_attention_saturate_in_fp16():
