@@ -70,7 +70,7 @@ class Evaluator:
 
         # Entered once for a run of equations: each entry costs tracing time, and scopes
         # change with layers, not with equations.
-        for scope, eqns in itertools.groupby(needed(jaxpr), scope_of):
+        for scope, eqns in itertools.groupby(jaxpr.eqns, scope_of):
             with within(*scope):
                 for eqn in eqns:
                     operands = list(map(read, eqn.invars))
@@ -139,20 +139,6 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     return Value not in map(type, operands) and not registry.casts_to_narrow(
         eqn, *operands
     )
-
-
-@per_jaxpr
-def needed(jaxpr: Any) -> list[Any]:
-    """Return the equations that the results depend on, and those with effects."""
-    # JAX leaves the unread half of a gradient's forward pass in its jaxpr. The compiler
-    # would drop it, but tracing its scales takes time, and `explain` would report it.
-    read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    equations = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-            equations.append(eqn)
-    return equations[::-1]
 
 
 @per_jaxpr

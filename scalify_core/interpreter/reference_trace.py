@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr
 
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import is_narrow
-from scalify_core.numerics.jaxprs import CONTROL, IN_FULL, PRODUCTS, per_jaxpr
+from scalify_core.numerics.jaxprs import CONTROL, IN_FULL, PRODUCTS, needed, per_jaxpr
 from scalify_core.numerics.precision_warnings import PrecisionWarning
 
 # The folders of JAX and of this library, whose lines are none of the user's.
@@ -354,6 +354,7 @@ def traced(
 
 def _compared(name: str, wide: Any, narrow: Any) -> Program:
     """Return the program of two traces, of which the second may be None."""
+    wide, narrow = needed(wide), narrow and needed(narrow)
     unknown: tuple[None, ...] = (None,) * len(wide.outvars)
     if narrow is None:
         return Program(name, wide, unknown, None, (wide, None))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src.util import weakref_lru_cache
+from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 
@@ -41,6 +42,16 @@ def within(scopes: Any, ctx: Any) -> Iterator[None]:
 per_jaxpr = functools.partial(
     weakref_lru_cache, maxsize=4096, trace_context_in_key=False
 )
+
+
+@per_jaxpr
+def needed(jaxpr: Any) -> Any:
+    """Return a jaxpr without equations that its results do not depend on, here or in
+    inner jaxprs, but with those that have effects.
+    """
+    # JAX leaves the unread half of a gradient's forward pass in its jaxpr. As readers
+    # of a value they would have a say in its scales, and `explain` would report them.
+    return partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
 # Calls that exist for a transformation's rule, as custom_jvp_call. Transformations are

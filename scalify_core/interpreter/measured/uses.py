@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from scalify_core.interpreter.measured.products import MOVES
-from scalify_core.numerics.jaxprs import CALLS, CONTROL, inner_jaxpr, per_jaxpr
+from scalify_core.numerics.jaxprs import CALLS, CONTROL, inner_jaxpr, needed, per_jaxpr
 
 Marks = tuple[bool, ...]
 Question = Callable[[Any, Marks], Sequence[bool] | None]
@@ -54,7 +54,7 @@ def _inside(eqn: Any, results: Marks, question: Question) -> tuple[Marks, Marks]
         return _loop(params["jaxpr"], results, len(consts), len(carry), question)
     if name == "while":
         first = params["body_nconsts"]
-        body = params["body_jaxpr"]
+        body = needed(params["body_jaxpr"])
         outs, operands = _loop(body, results, first, len(results), question)
         return outs, (False,) * params["cond_nconsts"] + operands
     if name == "cond":

@@ -126,7 +126,7 @@ def _while(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     n_cond, n_body, jaxpr = (
         params["cond_nconsts"],
         params["body_nconsts"],
-        params["body_jaxpr"],
+        jaxprs.needed(params["body_jaxpr"]),  # JAX looks into scans, not here
     )
     consts, init = (
         unpack(pack(operands[: n_cond + n_body])),

@@ -215,6 +215,63 @@ def test_an_operand_is_stored_once_for_all_readers():
     assert stores(gradient) == [(0, 1)] * 5
 
 
+# A product whose result is not read: it sums over the rows of another's operand.
+
+
+def unread(h, w):
+    h.T @ w
+    return h @ w
+
+
+def unread_of_a_call(h, w):
+    return jax.jit(lambda h, w: (h @ w, h.T @ w))(h, w)[0]
+
+
+def unread_stack(h, w):
+    turn = lambda total, _: (total + h @ w, h.T @ w)
+    return lax.scan(turn, jnp.zeros_like(w), length=1)[0]
+
+
+def unread_in_a_while_loop(h, w):
+    turn = lambda carry: (False, carry[1] + unread(jnp.cos(h) * h, w))
+    return lax.while_loop(lambda carry: carry[0], turn, (True, jnp.zeros_like(w)))[1]
+
+
+def unread_of_a_branch(h, w):
+    branch = lambda h, w: (h @ w, h.T @ w)
+    return lax.cond(w[0, 0] < 2, branch, lambda h, w: branch(2 * h, w), h, w)[0]
+
+
+def unread_of_a_checkpoint(h, w):
+    return jax.checkpoint(lambda h: (h @ w, h.T @ w))(h)[0]
+
+
+UNREAD = (
+    unread, unread_of_a_call, unread_stack, unread_in_a_while_loop, unread_of_a_branch,
+    unread_of_a_checkpoint,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fun", UNREAD)
+def test_a_product_that_is_not_read_makes_no_scale_coarser(fun):
+    rows = jnp.ones((16, 1)).at[0].set(2.0**-45)
+    x, w = ScaledArray(normal(0, 16, 16).astype(HALF), rows), scaled(normal(1, 16, 16))
+    first_row = lambda x, w: fun(jnp.sin(x), w)[0]
+    assert error(scalify(first_row)(x, *w), first_row(*asarray((x, *w)))) < 2**-9
+
+
+def test_a_product_that_is_not_read_does_not_round_what_others_read():
+    """Propagated scales round what several equations read, if one of them is narrow."""
+
+    def fun(x):
+        squares = x * x
+        squares @ jnp.ones((2, 4))
+        return jnp.sqrt(squares)
+
+    x = ScaledArray(jnp.asarray([[1, 2.0**-14]], HALF), 1.0)
+    assert_array_equal(asarray(scalify(fun, scales="static")(x)), asarray(x))
+
+
 # Plain FP32 beside narrow data.
 
 TIMES = 19000 + jnp.arange(24.0) / 24
