@@ -34,8 +34,9 @@ class Model(NamedTuple):
       spec: of the model.
       policy: the precision.
       training: the model with the matmuls of the policy.
-      sampling: the model of the same parameters with every matmul in `policy.logical`:
-        products of one token are too small for FP8. Rescaling is left out.
+      sampling: the model of the same parameters with every matmul in
+        `policy.model_dtype`: products of one token are too small for FP8. Rescaling is
+        left out.
       narrow: paths of the linear layers with FP8 matmuls.
       skipped: why the other linear layers have none, by path.
       rows: tokens that a device's linear layers take at once in training; None: some
@@ -94,13 +95,13 @@ class Model(NamedTuple):
         )
         training = family.build(
             spec,
-            compute_dtype=policy.logical,
+            compute_dtype=policy.model_dtype,
             dot_general_for=dots,
             attention=attention_of(policy),
             rescale_grads=policy.rescaled_places,
             tensor_axis=tensor_axis,
         )
-        sampling = family.build(spec.for_sampling(), compute_dtype=policy.logical)
+        sampling = family.build(spec.for_sampling(), compute_dtype=policy.model_dtype)
         return cls(
             spec, policy, training, sampling, narrow, skipped, rows, loss_boundary_id
         )
@@ -188,9 +189,9 @@ class Model(NamedTuple):
         return cast_for_all_gather(
             p,
             self.policy,
-            kernel=role.is_kernel,
-            narrow=self.is_narrow(role),
-            factor=role.scaled_rows,
+            is_kernel=role.is_kernel,
+            is_narrow=self.is_narrow(role),
+            scaled_rows=role.scaled_rows,
         )
 
     def store_gradients(self, grads: Any) -> Any:

@@ -420,7 +420,7 @@ def lower_step(
             rounding=task.model.policy.rounding,
             stacks=stacks,
         ),
-        gradient=gradient_over(task.mesh, comm),
+        accumulate_gradients=gradient_over(task.mesh, comm),
         squared_norms=squared_norms_over(task.mesh, task.trained_roles),
         amax=amax_over(task.mesh, comm.roles),
     )

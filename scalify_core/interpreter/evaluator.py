@@ -74,10 +74,10 @@ class Evaluator:
             with within(*scope):
                 for eqn in eqns:
                     operands = list(map(read, eqn.invars))
-                    run = functools.partial(self.results, eqn, jaxpr=jaxpr)
                     if self.observer is None:
-                        out = run(operands)
+                        out = self.results(eqn, operands, jaxpr)
                     else:
+                        run = functools.partial(self.results, eqn, jaxpr=jaxpr)
                         out = self.observer.equation(eqn, operands, run)
                     env |= zip(eqn.outvars, out, strict=True)
         return list(map(read, jaxpr.outvars))

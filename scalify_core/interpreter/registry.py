@@ -226,8 +226,8 @@ def _means_its_dtype(eqn: Any) -> bool:
         return False
     # Its solvers or callbacks were traced by the user's function for that dtype, and
     # may not take another.
-    inner = any(True for _ in jaxprs_in_params(eqn.params))
-    return inner and any(is_narrow(x.aval) for x in eqn.invars)
+    has_narrow = any(is_narrow(x.aval) for x in eqn.invars)
+    return has_narrow and any(True for _ in jaxprs_in_params(eqn.params))
 
 
 DEFAULT = Rule(default)
@@ -457,11 +457,12 @@ def _as_traced(x: Any, aval: Any) -> Any:
 def _as_wide_as(x: Any, aval: Any) -> Any:
     """Return a logical value in FP32, or in FP64 where the trace has that."""
     x = v.logical(x)
-    if isinstance(x, jax.Ref) or not is_float(aval):
+    if not is_float(aval) or isinstance(x, jax.Ref):
         return x
     # A program with x64 keeps FP64's digits.
-    dtype = aval.dtype if aval.dtype.itemsize > 4 else np.dtype(np.float32)
-    return lax.convert_element_type(x, dtype)
+    if aval.dtype.itemsize > 4:
+        return lax.convert_element_type(x, aval.dtype)
+    return formats.as_float32(x)
 
 
 def apply_to_logical(eqn: Any, *operands: Any) -> list[Any]:

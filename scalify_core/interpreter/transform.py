@@ -95,23 +95,27 @@ def scalify(
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_scaled_array)
+        if any(map(is_scaled_array, leaves)):
+            return scaled(args, kwargs)
+        # Without a trace of its own: a `scalify` around it sees it as its own code.
+        return asarray(fun(*args, **kwargs))
+
+    @_collector_paused()  # until the traces of `fun` are freed
+    def scaled(args: tuple, kwargs: dict[str, Any]) -> Any:
         call = call_of(fun, args, kwargs)
-        if not any(map(is_scaled_array, call.leaves)):
-            # Without a trace of its own: a `scalify` around it sees it as its own code.
-            return asarray(fun(*args, **kwargs))
         # Outside of `jit` a wrong scale is named here, by its argument's path; under
         # `jit` the data reads as NaN.
         leaves = _checked(call.leaves, call.names)
-        with _collector_paused():
-            program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
-            program.warn()
-            leaves = [*closed_over, *leaves]
-            # Only plain floats can be differentiated from outside: without them the
-            # program has no custom_vjp.
-            if any(is_float(x) for x in leaves if not is_scaled_array(x)):
-                results = differentiable(program, evaluate)(*leaves)
-            else:
-                results = evaluate(program, leaves)
+        program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
+        program.warn()
+        leaves = [*closed_over, *leaves]
+        # Only plain floats can be differentiated from outside: without them the
+        # program has no custom_vjp.
+        if any(is_float(x) for x in leaves if not is_scaled_array(x)):
+            results = differentiable(program, evaluate)(*leaves)
+        else:
+            results = evaluate(program, leaves)
         return call.unflatten(results)
 
     return scalified
@@ -150,6 +154,7 @@ def _collector_paused() -> Iterator[None]:
         # Off inside of another scalify, which turns it on again.
         if enabled:
             gc.enable()
+            gc.collect(1)  # one search of the new objects, where two would follow
 
 
 # A call of a function, as a function of the arrays among its arguments.

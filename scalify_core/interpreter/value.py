@@ -188,11 +188,12 @@ def value(
     """
     if dtype is None:
         dtype = data.dtype
-    base, multiplier = as_multiple(scale)
-    static = None
+    base, multiplier, static = None, 1.0, None
     if isinstance(scale, float):
         # What is left of a static size stands in `expected_rms`: no number at run time.
-        base, static, rms_correction = None, scale, None
+        static, rms_correction = scale, None
+    else:
+        base, multiplier = as_multiple(scale)
     return Value(
         data,
         base,

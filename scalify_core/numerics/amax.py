@@ -50,14 +50,15 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     # The exponent by its bits: log2 may miss a power of two by one. One is added to it,
     # by which that of infinities and NaN overflows to the smallest integer.
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    exponent = lax.bitwise_and(bits, _EXPONENT) + _ZEROS
+    exponent = lax.add(lax.bitwise_and(bits, _EXPONENT), _ZEROS)
     if x.size:
         peak = _peaks(exponent, parts)
     else:
         rank = x.ndim if max(parts, default=1) > 1 else 0
         peak = lax.full((1,) * rank, _ZEROS)
     power = lax.max(
-        peak - np.int32(top + 1 << _MANTISSA), lax.min(peak, np.int32(2 << _MANTISSA))
+        lax.sub(peak, np.int32(top + 1 << _MANTISSA)),
+        lax.min(peak, np.int32(2 << _MANTISSA)),
     )
     return lax.bitcast_convert_type(power, jnp.float32)
 
@@ -112,17 +113,16 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
 
     def below(limit: float) -> jax.Array:
         """Return which elements are below a multiple of the unit."""
-        return lax.lt(magnitude, spread(unit * np.float32(limit), x.shape))
+        return lax.lt(magnitude, spread(lax.mul(unit, np.float32(limit)), x.shape))
 
     loses = lax.bitwise_and(lax.gt(magnitude, np.float32(0)), below(fmt.min_normal))
     # A gap without any element is no criterion: large numbers of a product cross zero,
     # and fill it.
     between = lax.gt(below(2.0 ** (RESULT_TOP - 6)), below(2.0 ** (RESULT_TOP - 14)))
-    more = lax.reduce_sum(
-        loses.astype(jnp.int32) - between.astype(jnp.int32), range(x.ndim)
-    )
+    counts = (lax.convert_element_type(each, jnp.int32) for each in (loses, between))
+    more = lax.reduce_sum(lax.sub(*counts), range(x.ndim))
     full = lax.max(
-        unit * np.float32(2.0 ** (RESULT_TOP - top_of(dtype))),
+        lax.mul(unit, np.float32(2.0 ** (RESULT_TOP - top_of(dtype)))),
         lax.min(unit, np.float32(LEAST_NONZERO_SCALE)),
     )
     return lax.select(lax.gt(more, np.int32(0)), full, unit)

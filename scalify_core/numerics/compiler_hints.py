@@ -150,8 +150,13 @@ def materialize_once(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     a sum of many terms, each of which depends on the one before, that is more code than
     a machine can compile.
     """
-    return lax.platform_dependent(
-        *arrays,
-        cpu=lambda *arrays: lax.optimization_barrier(arrays),
-        default=lambda *arrays: arrays,
-    )
+    return lax.platform_dependent(*arrays, cpu=_barrier_of, default=_unchanged)
+
+
+# Named functions, whose traces JAX keeps.
+def _barrier_of(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return lax.optimization_barrier(arrays)
+
+
+def _unchanged(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays

@@ -108,6 +108,7 @@ class FloatFormat:
         )
 
     @classmethod
+    @functools.cache
     def of(cls, dtype: Any) -> FloatFormat:
         """Return the format of a native dtype.
 
@@ -427,7 +428,8 @@ def pow2_inverse(x: jax.Array) -> jax.Array:
     that needs its result, but make it a separate kernel.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(np.uint32(2 * 127 << 23) - bits, jnp.float32)
+    inverse = lax.sub(np.uint32(2 * 127 << 23), bits)
+    return lax.bitcast_convert_type(inverse, jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:
@@ -494,17 +496,23 @@ _F32 = np.dtype(np.float32)
 def is_float(x: Any) -> bool:
     """Return whether an array, a value, a number or an aval is real floating point."""
     dtype = getattr(x, "dtype", None)
-    # A reference has a dtype, and no conversion: it is read first.
-    if dtype is None or isinstance(x, jax.Ref):
+    if dtype is None:
         return isinstance(x, float)
+    # A reference has a dtype, and no conversion: it is read first.
+    return _is_float_dtype(dtype) and not isinstance(x, jax.Ref)
+
+
+@functools.cache
+def _is_float_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_narrow(x: Any) -> bool:
     """Return whether an array, a value or an aval is floating point below 32 bits."""
-    return is_float(x) and is_narrow_dtype(getattr(x, "dtype", None))
+    return is_narrow_dtype(getattr(x, "dtype", None)) and is_float(x)
 
 
+@functools.cache
 def is_narrow_dtype(dtype: Any) -> bool:
     """Return whether a dtype is floating point below 32 bits; None is no dtype."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -28,7 +28,7 @@ class Arguments:
 
     cases: str = argument(
         "model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto]"
-        "[:logits=compute], separated by commas; torch is a precision; gpu: all peers"
+        "[:logits=auto], separated by commas; torch is a precision; gpu: all peers"
         " at three sizes",
         "gpu",
     )

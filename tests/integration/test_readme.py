@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scalify_core.array.scaled_array import is_scaled_array
-from trainer.cli.commands import GROUPS
+from trainer.cli.commands import KEY_GROUPS
 from trainer.cli.train import SIGNAL_EXIT_CODES
 from trainer.cli.training_keys import split_arguments
 from trainer.config.composition import (
@@ -67,7 +67,7 @@ def test_the_other_commands_of_all_documents_have_valid_keys():
                 continue
             name, *arguments = shlex.split(rest, comments=True)
             module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
-            split_arguments(module.Arguments, arguments, GROUPS.get(name))
+            split_arguments(module.Arguments, arguments, KEY_GROUPS.get(name))
             checked.add(name)
     assert len(checked) > 5
 

@@ -102,7 +102,7 @@ def logits(folder, model, layout, like, tokens):
 
     policy = model.policy
     read = model.family.build(
-        model.spec, compute_dtype=policy.logical, dot_general_for=product_of
+        model.spec, compute_dtype=policy.model_dtype, dot_general_for=product_of
     )
 
     def store(like, p):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from trainer.data.mixture import Mixture
 from trainer.observe.numerics import CLASS_TITLES
-from trainer.observe.probe import FIGURE_NAMES
+from trainer.observe.records import FIGURE_NAMES
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.run import loop
 

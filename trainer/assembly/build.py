@@ -42,8 +42,8 @@ from trainer.precision.fields import DTYPES
 from trainer.precision.methods import METHODS
 from trainer.precision.policy import Policy
 from trainer.run.initial_weights import initial_weights
-from trainer.run.metadata import Totals
 from trainer.run.phases import Phases, TrainingPhase
+from trainer.run.totals import Totals
 from trainer.run.vocabulary import weights_for_tokenizer
 from trainer.run.watchdog import Bounds, Watchdog
 from trainer.step.schedule import LearningRates, learning_rates

@@ -22,7 +22,7 @@ from trainer.parallel.mesh import place_batch
 from trainer.parallel.replicas import without_replicas
 from trainer.run import builtin_callbacks as builtin
 from trainer.run.callbacks import Callback
-from trainer.run.metadata import Totals
+from trainer.run.totals import Totals
 from trainer.step.evaluate import Evaluation, evaluate, xz_bits_per_byte
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens

@@ -206,7 +206,6 @@ def open_session(
             directory.path / "checkpoints",
             keep=config.checkpoint.keep,
             keep_best=config.checkpoint.keep_best,
-            validation_rows=workload.data.val.batch_size,
         )
         with log_duration("making or restoring the state", display.message):
             checkpoint = starting_point(

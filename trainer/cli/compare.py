@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.cli.arguments import argument
 from trainer.errors import UserError
 from trainer.files import path_of
-from trainer.text import show
+from trainer.text import note, show
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run_directories(text: str) -> list[Path]:
       UserError: a directory that does not exist, or fewer than two runs.
     """
     runs: list[Path] = []
-    without_log = 0
+    without_log: list[Path] = []
     for item in filter(None, text.split(",")):
         path = path_of(item)
         pattern = str(path)
@@ -57,19 +57,24 @@ def run_directories(text: str) -> list[Path]:
         for match in map(Path, sorted(glob.glob(pattern), key=by_number)):
             if (match / "metrics.jsonl").exists():
                 runs.append(match)
-            else:
-                without_log += (match / "config.yaml").exists()
+            elif (match / "config.yaml").exists():
+                without_log.append(match)
     if len(runs) < 2:
         without = ""
         if without_log:
             without = (
-                f", and {without_log} without one, which had tracker=none or took no"
-                " step"
+                f", and {len(without_log)} without one, which had tracker=none or took"
+                " no step"
             )
         raise UserError(
             f"runs={text}: found {', '.join(map(str, runs)) or 'no run'} with a"
             f" metrics.jsonl{without}; valid: 2 or more runs of tracker=jsonl,"
             " tensorboard or wandb"
+        )
+    if without_log:
+        note(
+            f"{', '.join(map(str, without_log))}: left out, without a metrics.jsonl"
+            " (tracker=none, or no step)"
         )
     return runs
 

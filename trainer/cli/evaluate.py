@@ -29,7 +29,7 @@ from trainer.precision.policy import Policy
 from trainer.text import show
 
 if TYPE_CHECKING:
-    from trainer.assembly.evaluation import PrecisionResult
+    from trainer.assembly.evaluation import EvalBatches, PrecisionResult
     from trainer.tasks.offline import Score
 
 
@@ -52,7 +52,8 @@ class Arguments:
         "",
     )
     column: str = argument(
-        "the key or column of their jsonl and parquet rows that holds the text", "text"
+        "the key or column of jsonl and parquet files in text= that holds the text",
+        "text",
     )
     tasks: str = argument(
         "tasks in place of a loss, separated by commas: last_word, word_order, or"
@@ -60,8 +61,8 @@ class Arguments:
         "",
     )
     limit: int = argument(
-        "maximum number of items of each task; 0: 200 of last_word and word_order, else"
-        " all",
+        "maximum number of items of each task; 0: 200 of last_word and word_order, and"
+        " all of other tasks",
         0,
     )
     fewshot: int = argument(
@@ -114,17 +115,10 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     size = (
         batches.n_batches * workload.data.val.batch_size * workload.model.spec.context
     )
-    files = f"; {args.text}" if args.text else ""
-    count = f"{batches.n_batches} batch{'es' * (batches.n_batches != 1)}"
-    if batches.left_out is None:
-        unread = f"; text after batches={max_batches} is not read"
-    else:
-        unread = (
-            f"; {batches.left_out:,} tokens after them, less than a batch, left out"
-        )
+    text = f"; {args.text}" if args.text else ""
     show(
-        f"{run_dir}: {config.precision.name}, step {restored.step:,}{files};"
-        f" {count}, {size:,} tokens{unread}"
+        f"{run_dir}: {config.precision.name}, step {restored.step:,}{text};"
+        f" {describe_batches(batches, size, max_batches)}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits/byte':>12} {'difference, nats':>20}"
@@ -151,6 +145,16 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         document["text"] = args.text
     write_json(path, document)
     show(f"all digits: {path}")
+
+
+def describe_batches(batches: "EvalBatches", tokens: int, max_batches: int) -> str:
+    """Describe how much text is read, and why the rest is not."""
+    count = f"{batches.n_batches} batch{'es' * (batches.n_batches != 1)}"
+    if batches.left_out is None:
+        unread = f"text after batches={max_batches} is not read"
+    else:
+        unread = f"{batches.left_out:,} tokens after them, less than a batch, left out"
+    return f"{count}, {tokens:,} tokens; {unread}"
 
 
 def print_tasks(

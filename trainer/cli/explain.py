@@ -1,4 +1,4 @@
-"""Find where scales go wrong: loss and gradient of each equation, compared with FP32.
+"""Find where low precision loses numbers in the loss and its gradient.
 
     scalify-trainer explain run_dir=runs/mine
     scalify-trainer explain precision=scalify_fp8 model.n_layer=2
@@ -6,8 +6,14 @@
 The first form takes a run's newest checkpoint and a batch of its training data. The
 second takes a fresh model and the keys of training.
 
-Prints for each source line how many values underflow or saturate, and how far scales
-are from the sizes of their values. Then prints the first place where values are lost.
+Where scales propagate, it compares every equation with FP32. It prints the first place
+where values are lost, and a table by source line: how many values underflow or
+saturate, and how far scales are from the sizes of their values.
+
+Where operands have a scale for each block or row, it prints a table of the operands of
+matmuls (weights, inputs, and gradients of outputs): how many octaves the scales of
+their blocks spread, the share of blocks that become zeros, and the share of blocks with
+a number beyond the largest of the format. The worst tensors come first.
 """
 
 import dataclasses
@@ -25,7 +31,15 @@ if TYPE_CHECKING:
     import jax
 
     from scalify_core.debug.explanation import Explanation
+    from trainer.assembly.build import Workload
+    from trainer.config.schema import Config
     from trainer.model import Model
+    from trainer.step.state import TrainState
+
+    Sequences = tuple[jax.Array, jax.Array | None]  # ids and document numbers [B, T+1]
+
+# Figures of a tensor's blocks, by the tensor's name in a row of the numerics.
+BlocksByTensor = dict[str, dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +51,11 @@ class Arguments:
         " arguments",
         "",
     )
-    batch: int = argument("number of the training batch", 0)
-    sequences: int = argument("number of its sequences that are taken", 1)
-    top: int = argument("maximum number of rows to print", 24)
+    batch: int = argument(
+        "number of the training batch, of which the first micro-batch is taken", 0
+    )
+    sequences: int = argument("number of sequences of the micro-batch to take", 1)
+    top: int = argument("maximum number of rows to print, of each table", 24)
     out: str = argument("a file that all rows are written to, as JSON", "")
 
 
@@ -53,15 +69,7 @@ def explain_step(
       params: parameters as the run stores them.
       tokens: ids [B, T+1].
       segments: document numbers [B, T+1], or None.
-
-    Raises:
-      UserError: the precision propagates no scales.
     """
-    if not model.policy.scaled:
-        raise UserError(
-            f"precision.scaling={model.policy.scaling} has no scales to explain; valid:"
-            " scaling=propagate"
-        )
     import jax
 
     from scalify_core import explain
@@ -80,27 +88,80 @@ def explain_step(
     )
 
 
-def load_inputs(
+def blocks_of(
+    workload: "Workload", state: "TrainState", sequences: "Sequences", step: int
+) -> BlocksByTensor:
+    """Return the figures of the operands that are cast in blocks, in forward order."""
+    import jax
+
+    from trainer.observe.numerics import make_numerics
+    from trainer.precision.blocks import BLOCK_FIGURES
+    from trainer.step.step import Tokens
+
+    batch = Tokens(*jax.tree.map(lambda x: x[None], sequences))
+    blocks: BlocksByTensor = {}
+    for name, value in make_numerics(workload.task)(state, batch, step).items():
+        _, tensor_class, layer, figure = name.split("/")
+        if figure in BLOCK_FIGURES:
+            blocks.setdefault(f"{tensor_class}/{layer}", {})[figure] = value
+    return blocks
+
+
+def blocks_text(blocks: BlocksByTensor, top: int) -> str:
+    """Return the worst tensors as a table."""
+    from trainer.precision.blocks import BLOCK_FIGURES
+
+    spread, underflow, saturated = BLOCK_FIGURES
+
+    def badness(tensor: str) -> tuple[float, float]:
+        figures = blocks[tensor]
+        return figures[underflow] + figures[saturated], figures[spread]
+
+    worst = sorted(blocks, key=badness, reverse=True)[:top]
+    width = max(map(len, worst), default=0)
+    lines = [
+        f"blocks of {len(blocks)} operands; spread of their scales in octaves, share of"
+        " blocks that become zeros or saturate",
+        "",
+        f"  {'':{width}}  spread    zeros  saturated",
+    ]
+    for tensor in worst:
+        figures = blocks[tensor]
+        lines.append(
+            f"  {tensor:{width}}  {figures[spread]:6.2f}  {figures[underflow]:7.2%}"
+            f"  {figures[saturated]:9.2%}"
+        )
+    return "\n".join(lines)
+
+
+def load_state(
     arguments: Arguments, overrides: Sequence[str]
-) -> "tuple[Model, Any, jax.Array, jax.Array | None]":
-    """Return the arguments of `explain_step`, from a run or for a fresh model."""
+) -> "tuple[Config, Workload, TrainState]":
+    """Return the configuration, workload and state of a run, or of a fresh model."""
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
             " fresh model"
         )
-    from trainer.assembly.build import build_state, build_workload, first_micro_batch
+    from trainer.assembly.build import build_state, build_workload
     from trainer.assembly.saved_model import restore_training
     from trainer.run.libraries import prepare_jax
 
     if arguments.run_dir:
         config, workload, restored = restore_training(Path(arguments.run_dir))
-        state = restored.state
-    else:
-        prepare_jax()
-        config = compose_config(overrides)
-        workload = build_workload(config)
-        state = build_state(config, workload, note)
+        return config, workload, restored.state
+    prepare_jax()
+    config = compose_config(overrides)
+    workload = build_workload(config)
+    return config, workload, build_state(config, workload, note)
+
+
+def few_sequences(
+    arguments: Arguments, config: "Config", workload: "Workload"
+) -> "Sequences":
+    """Return the sequences of the batch that are taken."""
+    from trainer.assembly.build import first_micro_batch
+
     tokens, segments = first_micro_batch(config, workload, arguments.batch)
     if arguments.sequences > len(tokens):
         raise UserError(
@@ -109,11 +170,11 @@ def load_inputs(
         )
     if segments is not None:
         segments = segments[: arguments.sequences]
-    return workload.model, state.params, tokens[: arguments.sequences], segments
+    return tokens[: arguments.sequences], segments
 
 
-def write(path: Path, explained: "Explanation") -> None:
-    """Write all rows and their summary as JSON."""
+def rows_of(explained: "Explanation") -> dict[str, Any]:
+    """Return all rows and their summary, as JSON values."""
     rows = [
         {
             **dataclasses.asdict(row.place),
@@ -127,24 +188,46 @@ def write(path: Path, explained: "Explanation") -> None:
         }
         for row in explained.rows
     ]
-    document = {
+    return {
         "first_loss": explained.first_loss,
         "errors": explained.errors,
         "rows": rows,
     }
-    write_json(path, document)
 
 
 def main(arguments: Arguments, overrides: Sequence[str]) -> None:
-    """Explain, print and write."""
+    """Explain, write and print."""
     check_at_least(arguments, batch=0, sequences=1, top=1)
     out = Path(arguments.out)
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
-    explained = explain_step(*load_inputs(arguments, overrides))
+    config, workload, state = load_state(arguments, overrides)
+    policy = workload.model.policy
+    if not (policy.scaled or policy.method.has_blocks):
+        from trainer.precision.methods import METHODS
+
+        valid_methods = [
+            name
+            for name, method in METHODS.items()
+            if method.scaled or method.has_blocks
+        ]
+        raise UserError(
+            f"precision.scaling={policy.scaling} has no scales to explain; valid:"
+            f" {', '.join(valid_methods)}"
+        )
+    sequences = few_sequences(arguments, config, workload)
+    texts: list[str] = []
+    document: dict[str, Any] = {}
+    if policy.scaled:
+        explained = explain_step(workload.model, state.params, *sequences)
+        texts.append(explained.text(arguments.top))
+        document |= rows_of(explained)
+    if policy.method.has_blocks:
+        blocks = blocks_of(workload, state, sequences, arguments.batch)
+        texts.append(blocks_text(blocks, arguments.top))
+        document["blocks"] = blocks
     if arguments.out:
         # A broken pipe may end the process while it prints, so write before.
-        write(out, explained)
-    show(explained.text(arguments.top))
-    if arguments.out:
-        show(f"\nall rows: {out}")
+        write_json(out, document)
+        texts.append(f"all rows: {out}")
+    show("\n\n".join(texts))

@@ -266,8 +266,8 @@ def main(args: Arguments) -> None:
     elif model.config.init_from is not None:
         show(
             f"{run_dir / ORIGIN} has no tokenizer files of init_from="
-            f"{model.config.init_from}, or of another tokenizer: no chat template is"
-            " exported, and no eos_token_id but the run's"
+            f"{model.config.init_from} that encode as the run's tokenizer does, so the"
+            " export has no chat template, and only the run's eos_token_id"
         )
     if kernels is not None:
         show(f"{plural(len(kernels), 'FP8 matmul')}; serve it: vllm serve {args.out}")

@@ -105,6 +105,7 @@ def make_plan(
         raise UserError(
             f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
         )
+    # An experiment may set the batch, too.
     has_batch = sets_any(overrides, "train.batch_tokens", "experiment")
     if not has_batch and not sets_any(overrides, "train.grad_accum_steps"):
         # The plan does not read it, and its default may be shorter than the context.

@@ -57,7 +57,8 @@ def describe(manifest: Manifest) -> list[str]:
 def unknown_share(manifest: Manifest, split: str) -> str:
     """Return ` (2.5% unknown)`, or nothing if no token of a split is unknown."""
     tokenizer = manifest.get_tokenizer()
-    # A byte-level encoding may name its end, which it never needs for a text.
+    # A byte-level tokenizer has no unknown token. Some name their end of text as one;
+    # its count would be that of the documents.
     unknown = tokenizer.unknown if isinstance(tokenizer, JSONTokenizer) else None
     if unknown in (None, tokenizer.eot):
         return ""
@@ -88,7 +89,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
                 f" {' '.join(overrides)}"
             )
         manifest = Manifest.load(Path(args.verify), thorough=True)
-        manifest.get_tokenizer()  # raises UserError if it does not fit the manifest
+        manifest.get_tokenizer()  # raises UserError if not that of the manifest
     else:
         manifest = prepare_text(text_settings(overrides))
     show("\n".join(describe(manifest)))
@@ -100,7 +101,7 @@ def prepare_text(data_config: Data) -> Manifest:
     from trainer.data import prepare
     from trainer.observe.preparing import show_progress
 
-    # text_settings refuses sources without one.
+    # `text_settings` refuses the sources for which these are null.
     assert data_config.tokenizer is not None
     assert data_config.cache_dir is not None
     assert data_config.val_fraction is not None

@@ -105,14 +105,14 @@ class WorkerJob(NamedTuple):
       fixed: keys and groups that must equal those of the run to resume, see
         RunDir.check.
       folder: the directory of the command.
-      stop: handle of a `StopActor`.
+      stop_actor: handle of a `StopActor`.
     """
 
     config: Mapping[str, Any]
     overrides: Sequence[str]
     fixed: Collection[str]
     folder: str
-    stop: Any
+    stop_actor: Any
 
 
 class StopActor:
@@ -180,12 +180,13 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
     Ray calls them in its controller, a process other than the command.
 
     Args:
-      stop: handle of the `StopActor`.
+      stop_actor: handle of the `StopActor`.
       stop_seconds: seconds that workers may take to stop; None: no limit.
     """
 
-    def __init__(self, stop: Any, stop_seconds: float | None) -> None:
-        self.stop, self.stop_seconds = stop, stop_seconds
+    def __init__(self, stop_actor: Any, stop_seconds: float | None) -> None:
+        self.stop_actor = stop_actor
+        self.stop_seconds = stop_seconds
         self.is_training = False
         self.requested = 0
         self.reported_shortage = False
@@ -206,7 +207,7 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
 
     def _set_training(self, now: bool) -> None:
         self.is_training = now
-        ray.get(self.stop.set_training.remote(now))
+        ray.get(self.stop_actor.set_training.remote(now))
 
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
@@ -254,7 +255,7 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
                 " checkpoint, and starting again with them"
             )
             with contextlib.suppress(GetTimeoutError):
-                ray.get(self.stop.interrupt.remote(), timeout=self.stop_seconds)
+                ray.get(self.stop_actor.interrupt.remote(), timeout=self.stop_seconds)
         if count != self.requested:
             self.requested = count
             show(f"asking the cluster for {plural(count, 'worker')}")
@@ -290,15 +291,15 @@ def launch(
     """
     connect()
     with tempfile.TemporaryDirectory() as storage:
-        stop = ray.remote(num_cpus=0)(StopActor).options(
+        actor_class = ray.remote(num_cpus=0)(StopActor).options(
             # Pinned to the command's machine, so that losing another does not end it.
             scheduling_strategy=NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
         )
-        stop = stop.remote()
+        stop_actor = actor_class.remote()
         job = WorkerJob(
-            to_tree(config), list(overrides), list(fixed), os.getcwd(), stop
+            to_tree(config), list(overrides), list(fixed), os.getcwd(), stop_actor
         )
         trainer = Trainer(
             work,
@@ -309,17 +310,20 @@ def launch(
                 # The directory stays empty: workers report nothing.
                 storage_path=storage,
                 failure_config=FailureConfig(max_failures=config.launcher.restarts),
-                callbacks=[WorkerCallbacks(stop, config.watchdog.stop_seconds or None)],
+                callbacks=[
+                    WorkerCallbacks(stop_actor, config.watchdog.stop_seconds or None)
+                ],
                 logging_config=LoggingConfig("CRITICAL"),
             ),
         )
-        min_workers, max_workers = config.launcher.workers or ()
+        assert config.launcher.workers is not None
+        min_workers, max_workers = config.launcher.workers
         show(
             f"looking for room for {min_workers} to {max_workers} workers on the Ray"
             " cluster; `ray status` says what it has"
         )
         try:
-            code = fit(trainer, stop)
+            code = fit(trainer, stop_actor)
         finally:
             ray.shutdown()
     if code:
@@ -379,7 +383,7 @@ def scaling(launcher: Launcher) -> ScalingConfig:
     )
 
 
-def fit(trainer: Trainer, stop: Any) -> int:
+def fit(trainer: Trainer, stop_actor: Any) -> int:
     """Train until the end, or until workers have stopped after a signal.
 
     Raises:
@@ -400,7 +404,7 @@ def fit(trainer: Trainer, stop: Any) -> int:
             if signals and not sent:
                 sent = signals[0]
                 name = signal.Signals(sent).name
-                if not ray.get(stop.send.remote(sent)):
+                if not ray.get(stop_actor.send.remote(sent)):
                     show(f"{name}: no worker is training, so there is nothing to save")
                     end_at_once(sent)
                 show(
@@ -470,7 +474,7 @@ def work(settings: Mapping[str, Any]) -> int:
     received: list[int] = []
     if rank == 0:
         threading.Thread(
-            target=receive_signal, args=(job.stop, received), daemon=True
+            target=receive_signal, args=(job.stop_actor, received), daemon=True
         ).start()
     hooks = Hooks(remote_signal=lambda: received[0] if received else 0)
     try:
@@ -483,15 +487,15 @@ def work(settings: Mapping[str, Any]) -> int:
         raise
     finally:
         if rank == 0:
-            ray.get(job.stop.stopped.remote())
+            ray.get(job.stop_actor.stopped.remote())
     jax.distributed.shutdown()
     return code
 
 
-def receive_signal(stop: Any, received: list[int]) -> None:
+def receive_signal(stop_actor: Any, received: list[int]) -> None:
     """Wait for a signal to the command, and append its number to `received`."""
     with contextlib.suppress(RayError):  # The command may have ended.
-        received.append(ray.get(stop.receive.remote()))
+        received.append(ray.get(stop_actor.receive.remote()))
 
 
 def change_directory(folder: str) -> None:

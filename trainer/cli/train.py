@@ -158,7 +158,7 @@ def is_search() -> bool:
 
 
 def overrides_of(keys: Collection[str]) -> list[str]:
-    """Return the job's overrides of these keys, without those that a run has saved."""
+    """Return the job's overrides of these keys; in a sweep, with the job's values."""
     overrides = HydraConfig.get().overrides.task
     return [override for override in overrides if key_of(override) in keys]
 
@@ -271,6 +271,7 @@ class TrainingJobs:
         """
         config = job_config(tree, self.command_line, job.sweep_overrides)
         files = [text for text in self.arguments if text.startswith("config=")]
+        # Hydra's overrides also have the groups that a resumed run or a file chooses.
         user_keys = {key_of(argument) for argument in long_forms(self.arguments)}
         # A sweep must not resume a run of an earlier sweep with other values.
         fixed = ["train.steps", *self.sweep.keys] if in_sweep() else []
@@ -387,7 +388,8 @@ def validation_loss(job: HydraJob) -> float | None:
 
     log = job.run_dir / "metrics.jsonl"
     rows = read_rows(log) if log.exists() else []
-    return next((row["val/loss"] for row in rows[::-1] if "val/loss" in row), None)
+    losses = (float(row["val/loss"]) for row in rows[::-1] if "val/loss" in row)
+    return next(losses, None)
 
 
 def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
@@ -403,8 +405,8 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
         raise UserError(
             f"{job.run_dir} ({job.label}) validated on another text than"
             f" {first_job.run_dir}, or on more or less of it, so its loss counts as"
-            " infinite in this search; search over keys that leave the validation as"
-            " it is"
+            " infinite in this search; search over keys that do not change the"
+            " validation data"
         )
 
 
@@ -422,7 +424,7 @@ def show_help(argv: Sequence[str]) -> None:
     """Explain every key, with the values that the arguments give it."""
     usage = "scalify-trainer [train] [group=choice ...] [key=value ...]"
     overrides = [text for text in argv if is_override(text)]
-    show_training_help(usage, __doc__ or "", [], overrides)
+    show_training_help(usage, __doc__ or "", overrides)
 
 
 def prints_configuration(argv: Sequence[str]) -> bool:

@@ -141,7 +141,7 @@ def main(args: Arguments, overrides: Sequence[str]) -> None:
     from trainer.assembly.data import build_source
 
     data_config = text_settings(overrides)
-    # text_settings refuses sources without one.
+    # `text_settings` refuses the sources for which these are null.
     assert data_config.cache_dir is not None
     assert data_config.val_fraction is not None
     if data_config.max_tokens is not None:

@@ -1,6 +1,6 @@
 """Commands that take the keys of training in addition to their own."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from trainer.cli.arguments import (
     asks_for_help,
@@ -57,7 +57,7 @@ def run_with_training_keys[T](
             for text in argv
             if is_override(text) and key_of(text) not in command_keys
         ]
-        show_training_help(usage, about, command_help(cls), overrides, group_name)
+        show_training_help(usage, about, overrides, cls, group_name)
 
     return run_main(show_help if asks_for_help(argv) else call)
 
@@ -74,15 +74,12 @@ def split_arguments[T](
     argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(group_name)])
     command_argv = [text for text in argv if key_of(text) in command_keys]
     overrides = [text for text in argv if key_of(text) not in command_keys]
+    prefix = "" if group_name is None else f"{group_name}."
     for text in overrides:
         if not is_override(text):
             raise UserError(f"{text!r}: expected key=value; --help lists the keys")
         key = key_of(text)
-        if group_name is None:
-            is_dotted = "." in key
-        else:
-            is_dotted = key.startswith(f"{group_name}.")
-        if is_dotted:
+        if "." in key and key.startswith(prefix):
             continue  # `compose_config` reports an unknown key.
         valid = _keys_in(group_name)
         if key not in {name.partition(".")[0] for name in valid}:
@@ -105,18 +102,24 @@ def _keys_in(group_name: str | None) -> list[str]:
 def show_training_help(
     usage: str,
     about: str,
-    command_lines: Iterable[str],
     overrides: Sequence[str],
+    cls: type | None = None,
     group_name: str | None = None,
 ) -> None:
     """Print the help of a command that takes keys of training, with their values.
 
-    The values are those under `overrides`. Raises UserError for an invalid override.
+    The values are those under `overrides`. `cls` has the command's own keys, which
+    replace keys of training with the same names. Raises UserError for an invalid
+    override.
     """
-    parts = [f"usage: {usage}", wrapped(about), "\n".join(command_lines)]
+    command_keys = [] if cls is None else names_of(cls)
+    parts = [f"usage: {usage}", wrapped(about)]
+    if cls is not None:
+        parts.append("\n".join(command_help(cls)))
     for group in reference(overrides):
         if group_name is None or group.name == group_name:
-            parts.append("\n".join(_group_lines(group)))
+            keys = tuple(key for key in group.keys if key.name not in command_keys)
+            parts.append("\n".join(_group_lines(group._replace(keys=keys))))
     show("\n\n".join(filter(None, parts)))
 
 

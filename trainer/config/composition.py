@@ -32,10 +32,12 @@ LEADING_TILDE = re.compile(
     r"^((?:run_dir|init_from|resume\.source|data\.cache_dir|data\.prepared_dir)=)~(?=/|$)"
 )
 TILDE_IN_LIST = re.compile(r"([\[,=]\s*)~(?=[/,\]]|$)")
-# The values of these keys are names, of which Hydra would read 1e3 as a number and true
+# The values of these keys are texts, of which Hydra would read 1e3 as a number and true
 # as a boolean.
 NAME_KEYS = re.compile(
-    r"run_dir|init_from|resume\.source|tracker\.(?:project|entity|group|name|tags)"
+    r"run_dir|init_from|compile_cache|resume\.source|sample\.prompt|eval\.tasks"
+    r"|tracker\.(?:project|entity|group|name|tags)|train\.trainable|(?:model"
+    r"|precision)\.name|precision\.(?:exclude|fp8_modules)"
     r"|data\.(?:cache_dir|prepared_dir|tokenizer|name|config|split|column|revision"
     r"|paths|sources)"
 )

@@ -197,7 +197,10 @@ def _in_type_of(hint: Any, value: Any, path: str) -> Any:
         check(int, value, path)  # `float` would overflow on a huge number
         return float(value)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        raise UserError(
+            f"{path}={as_typed(value)}: expected text, found a number, whose digits may"
+            " have been others (1.10 is 1.1); put it in quotes"
+        )
     if hint is str and isinstance(value, str):
         _check_text(value, path)
     if type(value) is not hint:

@@ -129,7 +129,7 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     try:
         config = parse_json(read_file(file))
         name = family_name_of(config)
-        architecture = SPECS[name].keys_of_huggingface(config)
+        architecture = SPECS[name].fields_from_huggingface(config)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     except READ_ERRORS as error:

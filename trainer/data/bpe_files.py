@@ -8,7 +8,7 @@ the old content of a file that was replaced; these readers read the file.
 import base64
 import binascii
 import heapq
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainer.data.tokenizer_settings import (
     read_bytes,
     read_json,
 )
-from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2
+from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2, RANKS
 from trainer.errors import UserError
 from trainer.files import has_file
 
@@ -56,18 +56,21 @@ def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
         if not line:  # tiktoken skips empty lines, too.
             continue
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            if ranks.setdefault(token, int(rank)) != int(rank):
+                raise ValueError
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path}, line {number}: expected a token in base64 and its rank"
+                f"{path}, line {number}: expected a token in base64 and its rank, each"
+                " token once"
             ) from None
     if (longest := max(map(len, ranks), default=0)) > MAX_TOKEN_BYTES:
         raise UserError(
             f"{path} has a token of {longest:,} bytes, of at most {MAX_TOKEN_BYTES:,};"
             " download it from its author"
         )
-    pattern, special, end = tiktoken_settings(path)
+    pattern, special, end = tiktoken_settings(path, len(ranks))
     if not special:
         raise UserError(
             f"{path} has no special tokens, so none ends a document; name one, such as"
@@ -84,14 +87,18 @@ def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
             f"{path} {problem}; put {SETTINGS} beside it, with an eos_token that is one"
             f" of its special tokens ({', '.join(sorted(map(repr, special))[:8])})"
         )
-    return encoding(path, ranks, pattern, special), end
+    return make_encoding(path, ranks, pattern, special), end
 
 
-def tiktoken_settings(path: Path) -> tuple[str, dict[str, int], str | None]:
+def tiktoken_settings(path: Path, count: int) -> tuple[str, dict[str, int], str | None]:
     """Return pattern, special tokens and end-of-text of a .tiktoken file.
 
     The .json file beside it has them, or tiktoken's encoding of the same name. The end
     is None if neither names it.
+
+    Raises:
+      UserError: neither has them, or they are of another number of tokens than `count`,
+        those of the file, which may have been cut.
     """
     json_file = path.with_suffix(".json")
     if has_file(json_file):
@@ -102,6 +109,7 @@ def tiktoken_settings(path: Path) -> tuple[str, dict[str, int], str | None]:
                 f"{json_file}: expected the keys pat_str (a pattern) and special_tokens"
                 " (text to id)"
             )
+        check_count(path, count, tree.get("ranks"))
         return pattern, special, tree.get("eos_token")
     if path.stem not in ENCODINGS:
         raise UserError(
@@ -110,7 +118,16 @@ def tiktoken_settings(path: Path) -> tuple[str, dict[str, int], str | None]:
             " special_tokens (text to id), or rename it after its encoding:"
             f" {', '.join(sorted(ENCODINGS))}"
         )
+    check_count(path, count, RANKS[path.stem])
     return *ENCODINGS[path.stem], None
+
+
+def check_count(path: Path, count: int, expected: Any) -> None:
+    """Raise UserError for another number of tokens than expected; None: any number."""
+    if expected not in (None, count):
+        raise UserError(
+            f"{path} has {count:,} tokens of {expected}; download or copy it again"
+        )
 
 
 def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
@@ -147,6 +164,7 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if has_file(ids_path):
         vocabulary = read_json(ids_path)
+        check_merged(path, ids_path, vocabulary.keys() - set(ordinary))
     special = {token: vocabulary[token] for token in vocabulary.keys() - set(ordinary)}
     # The two files do not record how transformers finds an added word in a text.
     check_no_tokens_added(
@@ -156,6 +174,18 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     return bpe_tokenizer_json(
         vocabulary, merges, special, pre_tokenizer, ignore_merges=False
     )
+
+
+def check_merged(path: Path, ids_path: Path, unmerged: Set[str]) -> None:
+    """Raise UserError for tokens of text that no merge makes: the file of merges may
+    have been cut. Special tokens spell no spaces and no parts of characters.
+    """
+    for token in sorted(unmerged):
+        if unspell(token) not in (None, token.encode()):
+            raise UserError(
+                f"{ids_path} has {token!r}, which no merge of {path.name} makes;"
+                " download or copy both again"
+            )
 
 
 def bpe_tokenizer_json(
@@ -240,7 +270,7 @@ def merges_follow_ids(
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
 
-def merges_of(ranks: TokenIds) -> list[tuple[bytes, bytes]]:
+def merges_of(ranks: TokenIds) -> list[Pair]:
     """Return the merges of a byte-pair encoding, in order.
 
     Run BPE on each token with only lower ranks: the last merge is the token's merge. If
@@ -264,21 +294,25 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     with the square of the length.
     """
     size = len(token)
-    # ends[i] is the end of the part that starts at byte i; None: no part starts there.
-    ends: list[int | None] = list(range(1, size + 1))
+    # ends[i] is the end of the part that starts at byte i; 0: no part starts there.
+    ends = list(range(1, size + 1))
+    # previous[i] is the start of the part before the one that starts at byte i.
     previous = list(range(-1, size - 1))
-    queue: list[tuple[int, int]] = []
+    queue: list[tuple[int, int]] = []  # the rank and the start of a pair
 
     def pair_rank(start: int) -> int:
-        """Return the rank of the part at `start` joined with the next part."""
+        """Return the rank of the part at `start` joined with the next part.
+
+        The token's own rank, if there is no such pair.
+        """
         middle = ends[start]
-        if middle is None or middle == size:
+        if middle in (0, size):
             return rank
         return ranks.get(token[start : ends[middle]], rank)
 
     def push(start: int) -> None:
-        if start >= 0 and (pair := pair_rank(start)) < rank:
-            heapq.heappush(queue, (pair, start))
+        if start >= 0 and (joined := pair_rank(start)) < rank:
+            heapq.heappush(queue, (joined, start))
 
     for start in range(size):
         push(start)
@@ -288,16 +322,14 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
         if pair_rank(start) != lowest:
             continue  # one of the two was merged meanwhile
         middle = ends[start]
-        assert middle is not None
         end = ends[middle]
-        assert end is not None
-        ends[start], ends[middle] = end, None
+        ends[start], ends[middle] = end, 0
         if end < size:
             previous[end] = start
         count -= 1
         push(previous[start])
         push(start)
-    return [token[start:end] for start, end in enumerate(ends) if end is not None]
+    return [token[start:end] for start, end in enumerate(ends) if end]
 
 
 def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:
@@ -396,7 +428,7 @@ def check_unique_ids(name: str | Path, ids: TokenIds) -> None:
             )
 
 
-def encoding(
+def make_encoding(
     path: Path,
     ranks: TokenIds,
     pattern: str,

@@ -5,6 +5,7 @@ All readers resume at a position in a file, and compressed bytes have no positio
 
 import gzip
 import hashlib
+import os
 import shlex
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +23,7 @@ from trainer.files import (
 )
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = (*CODECS, ".zip")  # of files that hold another file
 # A file may hold up to this many times its bytes, or TEXT_BYTES if these are more. Text
 # is compressed by a factor of 2 to 20; a bomb by 1,000 (gzip) or more.
 MAX_DECOMPRESSION = 100
@@ -48,7 +50,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     # Names with a dot are not read, so the cache may lie inside a directory of texts.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
-    if is_intact(target, record):
+    if is_intact(target, record, key):
         return target
     limit = max(TEXT_BYTES, MAX_DECOMPRESSION * size_on_disk)
     try:
@@ -63,7 +65,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 file.write(block)
-        write_atomically(record, digest_of(target))
+        write_atomically(record, record_of(target, key))
     except OSError as error:
         raise UserError(
             f"cannot decompress {path} into {target.parent} ({error.strerror}); make"
@@ -72,18 +74,20 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     return target
 
 
-def digest_of(path: Path) -> str:
-    """Return a digest of the content of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+def record_of(target: Path, key: str) -> str:
+    """Return the record of a file in the cache: the key of the compressed file, and a
+    digest of the content.
+    """
+    with target.open("rb") as file:
+        return f"{key} {hashlib.file_digest(file, hashlib.blake2b).hexdigest()}"
 
 
-def is_intact(target: Path, record: Path) -> bool:
-    """Return whether a file in the cache has the digest of its record."""
+def is_intact(target: Path, record: Path, key: str) -> bool:
+    """Return whether a file in the cache is that of its record and key."""
     return (
         target.is_file()
         and record.is_file()
-        and record.read_bytes() == digest_of(target).encode()
+        and record.read_bytes() == record_of(target, key).encode()
     )
 
 
@@ -147,12 +151,14 @@ def check_no_compressed_duplicates(paths: Collection[Path]) -> None:
 
     One file could be validated on while the other is trained on.
     """
-    compressed = [path for path in paths if path.suffix.lower() in CODECS]
-    files = {path: path for path in paths if path.suffix.lower() not in CODECS}
+    # Paths may spell one directory in several ways.
+    places = {path: Path(os.path.realpath(path.parent), path.name) for path in paths}
+    compressed = [path for path in paths if path.suffix.lower() in SUFFIXES]
+    files = {places[path]: path for path in paths if path not in compressed}
     for path in compressed:
-        other = files.setdefault(path.with_suffix(""), path)
+        other = files.setdefault(places[path].with_suffix(""), path)
         if other != path:
             raise UserError(
-                f"{path} has the content of {other} by its name; leave one out of"
-                " data.paths"
+                f"{path} has the content of {other} by its name, which would be read"
+                " twice; leave one of them out"
             )

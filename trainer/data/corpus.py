@@ -26,6 +26,7 @@ from trainer.data.files import (
     expand,
     folder_of,
     format_of,
+    note_equal_files,
     reading_errors,
     with_column_advice,
 )
@@ -45,7 +46,7 @@ from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 from trainer.files import path_of
-from trainer.text import note, override
+from trainer.text import as_typed, note, override
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -265,6 +266,10 @@ def python_corpus(library: Library) -> Corpus:
         description,
         digest(["python", library.digest]),
         read,
+        files=[
+            SourceFile(path, 0, 0, "", stamp)
+            for path, stamp in zip(library.paths, library.stamps, strict=True)
+        ],
     )
 
 
@@ -330,6 +335,9 @@ def corpus_of_decompressed(
         raise UserError(
             f"data.column={source.column}, but text files have no columns; leave it out"
         )
+    note_equal_files(
+        {compressed.get(f.path, f.path): f.digest for f in files if f.size}
+    )
     digests = [file.digest for file in files]
     description = {"kind": "text"} | asdict(source)
     description["paths"] = list(source.paths)
@@ -465,6 +473,8 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
     # Streaming reads the same text, so it is no part of the fingerprint.
     fields = source.description | {"streaming": False}
     content = digest(["hub", fields, contents])
+    # `datasets` may have read what a file held before its digest was taken, or after.
+    cache_key = digest([content, *(file.stamp for file in files)])
 
     @functools.cache
     def get_builder() -> "DatasetBuilder":
@@ -476,18 +486,18 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
                 f" data=hf {override('data.name', source.name)}` with the run's other"
                 " keys of data"
             )
-        return open_builder(source, local, content)
+        return open_builder(source, local, cache_key)
 
     def read(position: Position) -> Iterator[TextBatch]:
         with hub_errors(source), exact_json(get_builder().name, source.column):
             # Of the hub it is the commit. A local directory has its fingerprint.
             version = None if local else get_builder().hash
-            state = state_at(position, version, source.name)
+            state = state_at(position, version, source)
             dataset = load_hub(source, get_builder())
             check_column(dataset, source.column)
             for batch in read_dataset(dataset, source, state):
-                place = {"version": version, "state": batch.position}
-                yield batch._replace(position=place)
+                place = {"version": version, "streaming": source.streaming}
+                yield batch._replace(position=place | {"state": batch.position})
 
     description = {"kind": "hub"} | source.description | {"digests": digests}
     return Corpus(
@@ -500,25 +510,33 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
     )
 
 
-def state_at(position: Position, version: str | None, name: str) -> Any:
+def state_at(position: Position, version: str | None, source: HubSource) -> Any:
     """Return the state of `datasets` at a position of a hub data set.
 
     Args:
-      position: as it was yielded. Those of earlier versions are the state alone.
+      position: as it was yielded. Those of earlier versions are the state alone, or do
+        not say whether it is of streaming.
       version: that of the data set now; None: it is not known.
-      name: that of the data set.
+      source: the data set.
 
     Raises:
-      UserError: the data set has another version now, in which the position is that of
-          another text.
+      UserError: the data set has another version now, or is read in another way, so
+          that the position is that of another text.
     """
-    if position is None or position.keys() != {"version", "state"}:
+    if position is None or "version" not in position:
         return position
     if position["version"] != version:
         raise UserError(
-            f"data set {name!r} has changed since its preparation began, from"
+            f"data set {source.name!r} has changed since its preparation began, from"
             f" {position['version']} to {version}: set data.revision= to one of these"
             " commits, which is then prepared anew"
+        )
+    was_streaming = position.get("streaming", source.streaming)
+    if was_streaming != source.streaming:
+        raise UserError(
+            f"data set {source.name!r} was prepared in part with"
+            f" data.streaming={as_typed(was_streaming)}, by whose positions it cannot"
+            " be continued otherwise; set that again"
         )
     return position["state"]
 

@@ -121,6 +121,11 @@ def rows_of(
     def recorded() -> Iterator[str]:
         for line in lines:
             row_lines.append(line)
+            if "\0" in line:  # zeros in the place of rows
+                raise UserError(
+                    f"{file}: a line holds NUL, as where a file was damaged; download"
+                    " or copy it again"
+                )
             yield line
 
     csv.field_size_limit(sys.maxsize)  # a field is a document

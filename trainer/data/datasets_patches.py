@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 # Builders that cast tables, in the reference version of `datasets`.
 CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
-# Those whose texts are exact: webdataset's are files of an archive. Of others, some
-# read NA as missing (imagefolder), cut lines (harbor) or write numbers as text (eval).
-EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "webdataset", "xml")
+# Those whose texts are exact. Of others, some read NA as missing (imagefolder), cut
+# lines (harbor), write numbers as text (eval), or take a damaged header for the end of
+# an archive (webdataset).
+EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "xml")
+PLAIN_BUILDERS = ("text", "xml")  # of texts as they stand in a file
 # Settings of a README.md with the values that lose nothing: others leave out damaged
 # files, or characters. (CSV files are read without them.)
 LOSSLESS: dict[str, Sequence[Any]] = {
@@ -109,11 +111,17 @@ def yaml_nodes(node: Any, known: dict[int, float]) -> float:
 def check_is_own(name: str, file: str) -> None:
     """Raise UserError for a file, or a pattern of files, outside of the data set."""
     folder = path_of(name)
-    # os.path.normpath turns hf:// into hf:/.
-    prefix = f"{folder.resolve()}{os.sep}" if folder.is_dir() else "hf:/"
+    if folder.is_dir():
+        # `datasets` takes the path as it was given, or resolved.
+        prefixes = [f"{os.path.abspath(folder)}{os.sep}", f"{folder.resolve()}{os.sep}"]
+        path, is_url = os.path.abspath(file), "://" in file
+    else:
+        # os.path.normpath turns hf:// into hf:/.
+        prefixes = [f"hf:/datasets/{name}@"]
+        path, is_url = os.path.normpath(file), False
+    inside = [path.removeprefix(p) for p in prefixes if path.startswith(p)]
     # What follows :: is read first, as in zip://*::FILE.
-    is_own = os.path.normpath(file).startswith(prefix)
-    if not is_own or "::" in file.removeprefix(prefix):
+    if is_url or not inside or "::" in inside[0]:
         raise UserError(
             f"data.name={name} takes {file} for its own data, which is elsewhere;"
             " correct its README.md"
@@ -165,6 +173,8 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # A JSON file whose rows are {} has none.
             check_text_column(table, column)
+            if builder.name in PLAIN_BUILDERS:
+                check_no_nul(table, column)
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
@@ -225,6 +235,19 @@ def unknown_version(format: str) -> UserError:
         f"`datasets` {version('datasets')} reads {format} in a way that is not known"
         " here, and could change texts unnoticed; install datasets==5.2.0"
     )
+
+
+def check_no_nul(table: "pyarrow.Table", column: str) -> None:
+    """Raise UserError for NUL in a text: a disk or a download that failed leaves zeros
+    in the place of texts.
+    """
+    import pyarrow.compute
+
+    found = pyarrow.compute.match_substring(table.column(column), "\0")
+    if pyarrow.compute.any(found).as_py():
+        raise UserError(
+            "a text holds NUL, as where a file was damaged; download or copy it again"
+        )
 
 
 def check_text_column(table: "pyarrow.Table", column: str) -> None:

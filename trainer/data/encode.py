@@ -81,15 +81,15 @@ class Encoder:
       val_fraction: share of the validation part.
       cut: the character of the source where the validation part starts; None: the hash
           of a document decides.
-      documents: whether texts are documents, each followed by end-of-text; else they
-          are pieces of a single text.
+      texts_are_documents: whether end-of-text follows each text; else the texts are
+          pieces of a single one.
       workers: number of threads.
     """
 
     tokenizer: Tokenizer
     val_fraction: float
     cut: int | None
-    documents: bool
+    texts_are_documents: bool
     workers: int
 
     @property
@@ -142,21 +142,23 @@ class Encoder:
     ) -> EncodedTexts:
         """Encode a batch, from character `start` of the source on, in the pool."""
         texts = [text for text in batch.texts if text]
-        if not self.documents:
+        if not self.texts_are_documents:
             texts = ["".join(batch.texts)]
         cut = None if self.cut is None else self.cut - start
         train_texts, val_texts = split_texts(texts, cut, self.val_fraction)
         # A piece sees only text of its own split. Documents have no text around them.
-        val_preceding = train_following = ""
+        train_preceding = val_preceding = train_following = val_following = ""
         if cut is not None:
-            val_start = len(batch.preceding) + min(0, cut)
-            val_preceding = batch.preceding[max(0, val_start) :]
-            train_chars_after = max(0, cut - sum(map(len, texts)))
-            train_following = batch.following[:train_chars_after]
+            train_preceding, val_preceding = cut_text(
+                batch.preceding, cut + len(batch.preceding)
+            )
+            train_following, val_following = cut_text(
+                batch.following, cut - sum(map(len, texts))
+            )
         train = self._encode_split(
-            pool, "train", train_texts, batch.preceding, train_following
+            pool, "train", train_texts, train_preceding, train_following
         )
-        val = self._encode_split(pool, "val", val_texts, val_preceding, batch.following)
+        val = self._encode_split(pool, "val", val_texts, val_preceding, val_following)
         # 1 if a text was cut in two: it counts as one document.
         cut_texts = len(train_texts) + len(val_texts) - len(texts)
         splits = [train, val._replace(documents=val.documents - cut_texts)]
@@ -211,7 +213,7 @@ class Encoder:
                     " download or copy it again"
                 )
             arrays.append(ids.astype(self.dtype))
-            if piece.is_last and self.documents:
+            if piece.is_last and self.texts_are_documents:
                 arrays.append(eot)
         return np.concatenate(arrays)
 
@@ -252,11 +254,17 @@ def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
     """Split texts at character `cut` of the joined texts; it may cut a text in two."""
     heads, tails = [], []
     for text in texts:
-        head_chars = min(max(cut, 0), len(text))
-        heads.append(text[:head_chars])
-        tails.append(text[head_chars:])
+        head, tail = cut_text(text, cut)
+        heads.append(head)
+        tails.append(tail)
         cut -= len(text)
     return list(filter(None, heads)), list(filter(None, tails))
+
+
+def cut_text(text: str, cut: int) -> tuple[str, str]:
+    """Cut a text at character `cut`, which may lie before or after the text."""
+    cut = max(cut, 0)
+    return text[:cut], text[cut:]
 
 
 def uniform(text: str) -> float:

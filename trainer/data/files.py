@@ -11,6 +11,7 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from concurrent.futures import ThreadPoolExecutor
@@ -151,12 +152,9 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             matches = walk(path)
         else:
             matches = sorted(glob.glob(path, recursive=True))
+            check_searched_directories(path)
         for match in matches:
-            if os.path.isdir(match) and not os.access(match, os.R_OK | os.X_OK):
-                raise UserError(
-                    f"{match} is a directory that you may not read; change its"
-                    " permissions, or list the others in data.paths"
-                )
+            check_directory(match)
             check_link_target(match)
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
@@ -174,6 +172,34 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
             " data=mix data.weights=[...] gives a text more weight"
         )
     return list(files.values())
+
+
+def check_directory(path: str | Path) -> None:
+    """Raise UserError for a directory that cannot be listed.
+
+    Its files would be left out in silence. Any other path is accepted.
+    """
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                entry.stat(follow_symlinks=False)
+                break
+    except (NotADirectoryError, FileNotFoundError):
+        return
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be listed ({error.strerror}), so that its files would be"
+            " left out; change its permissions, or leave it out"
+        ) from error
+
+
+def check_searched_directories(pattern: str) -> None:
+    """Call `check_directory` for all directories in which a pattern is looked for."""
+    directory = pattern
+    while glob.has_magic(directory):
+        directory = os.path.dirname(directory)
+        for match in glob.glob(os.path.join(directory, ""), recursive=True):
+            check_directory(Path(match))
 
 
 def walk(folder: str) -> list[str]:
@@ -231,6 +257,22 @@ def check_numbered_files(paths: Iterable[Path]) -> None:
                 f"{first_path} belongs to {expected:,} shards by its name, but only"
                 f" {len(sets[key]):,} of them are read"
             )
+
+
+def note_equal_files(digests: Mapping[Path, str]) -> None:
+    """Print that files have the content of others, by their digests."""
+    first_files: dict[str, Path] = {}
+    equal = [
+        (path, first)
+        for path, digest in digests.items()
+        if (first := first_files.setdefault(digest, path)) != path
+    ]
+    if equal:
+        more = f" ({len(equal):,} such files)" if len(equal) > 1 else ""
+        note(
+            f"data.paths: {equal[0][0]} has the content of {equal[0][1]}{more}, which"
+            " is read twice"
+        )
 
 
 def no_match(path: str) -> UserError:

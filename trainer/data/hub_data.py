@@ -4,13 +4,16 @@ import functools
 import itertools
 import os
 import re
+import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.compressed import check_no_compressed_duplicates
 from trainer.data.datasets_patches import (
     check_is_own,
     check_lossless,
@@ -18,7 +21,12 @@ from trainer.data.datasets_patches import (
     own_files_only,
     read_csv_strictly,
 )
-from trainer.data.files import NoColumn, check_numbered_files
+from trainer.data.files import (
+    COMPRESSED,
+    NoColumn,
+    check_directory,
+    check_numbered_files,
+)
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import check_link_target, check_regular, path_of
@@ -38,8 +46,11 @@ SAVED_TO_DISK = (DICT_FILE, "dataset_info.json", STATE_FILE)
 SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|valid|dev)(?:ing|ation)?(?![a-z])")
 
 ROWS_PER_BATCH = 1000
-TAR_MAGIC = slice(257, 262)  # the place of b"ustar" in a tar archive
-TAR_END = 1024  # bytes of its last two blocks
+# The last bytes of an Arrow stream, and of an Arrow file.
+ARROW_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1")
+# Their readers notice damage everywhere. What follows a damaged stream of the others is
+# left out in silence.
+EXACT_COMPRESSIONS = ("gzip", "zstd", "zip")
 
 
 def check_not_builder(name: str) -> None:
@@ -59,11 +70,13 @@ def local_files(folder: Path) -> list[Path]:
 
     Raises:
       UserError: a link that `datasets` would not follow, or by which it would read a
-          file twice, or that leads nowhere.
+          file twice, or that leads nowhere; or a directory that cannot be listed.
     """
     advice = f"remove it, or read data=text data.paths=[{folder}/]"
     files: dict[Path, Path] = {}
     for path in sorted(folder.rglob("*")):
+        if not is_hidden(path, folder):
+            check_directory(path)
         if path.is_dir() and path.is_symlink():
             raise UserError(
                 f"data.name={folder}: {path} is a link to a directory, which data=hf"
@@ -89,23 +102,23 @@ def is_hidden(path: Path, folder: Path) -> bool:
 
 
 def open_builder(
-    source: "HubSource", local: Sequence[Path], content: str
+    source: "HubSource", local: Sequence[Path], cache_key: str
 ) -> "DatasetBuilder":
     """Return the reader of a hub data set; print how it differs from `data=text`.
 
     Args:
       source: the data set.
       local: the files of a local directory; empty for a data set of the hub.
-      content: the fingerprint of the corpus.
+      cache_key: a digest of the corpus, its column and the times of its files.
 
     Raises:
       UserError: the data set's README.md names files elsewhere.
     """
     import datasets
 
-    # A cache for each content and column: `datasets` recognizes changed files by their
-    # times only, and a table of another program or column was not checked.
-    cache = Path(datasets.config.HF_DATASETS_CACHE, content)
+    # A cache of its own: `datasets` recognizes changed files by their times of
+    # modification only, and a table of another program or column was not checked.
+    cache = Path(datasets.config.HF_DATASETS_CACHE, cache_key)
     load_builder = functools.partial(
         datasets.load_dataset_builder,
         source.name,
@@ -116,6 +129,11 @@ def open_builder(
     with own_files_only(source.name):
         builder = load_builder()
     if builder.name == "parquet":
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(
+            page_checksum_verification=True
+        )
         # By default it is the size of the first group of rows, which may be 0.
         builder.config.batch_size = builder.config.batch_size or ROWS_PER_BATCH
     if builder.name == "csv":
@@ -141,12 +159,17 @@ def open_builder(
     if builder.name == "arrow":
         check_saved_files(folder, itertools.chain(*splits), local)
         check_separate_splits(folder, data_files)
+    check_no_file_twice(source.name, splits)
     if local:
-        check_numbered_files(map(Path, itertools.chain(*splits)))
+        files = [Path(file) for file in itertools.chain(*splits)]
+        check_numbered_files(files)
+        check_no_compressed_duplicates(files)
         note_unread_files(source.name, local, itertools.chain(*splits))
-        for file in itertools.chain(*splits):
-            check_single_split(Path(file))
-            check_tar_end(Path(file))
+        for file in files:
+            check_compression(file)
+            check_single_split(file)
+            if builder.name == "arrow":
+                check_arrow_end(file)
     return builder
 
 
@@ -213,21 +236,45 @@ def check_single_split(file: Path) -> None:
         )
 
 
-def check_tar_end(file: Path) -> None:
-    """Raise UserError for a tar archive that was cut, of which the files up to there
-    would be read.
-
-    A tar archive ends with two blocks of zeros. A cut inside of a file is an error.
-    """
-    with file.open("rb") as archive:
-        if archive.read(TAR_MAGIC.stop)[TAR_MAGIC] != b"ustar":
-            return
-        archive.seek(0, os.SEEK_END)
-        archive.seek(max(0, archive.tell() - TAR_END))
-        if any(archive.read()):
+def check_no_file_twice(name: str, splits: Iterable[Sequence[str]]) -> None:
+    """Raise UserError for a file that several patterns of a README.md name."""
+    for files in splits:
+        repeated = [file for file, count in Counter(files).items() if count > 1]
+        if repeated:
             raise UserError(
-                f"{file} is a tar archive without its end, so that files may be"
-                " missing; download or copy it again"
+                f"data.name={name}: its README.md names {repeated[0]} by several"
+                " patterns, and it would be read twice; correct it"
+            )
+
+
+def check_compression(file: Path) -> None:
+    """Raise UserError for a file whose damage would leave out texts in silence.
+
+    Readers take a damaged header of a tar archive for its end.
+    """
+    with file.open("rb") as content:
+        head = content.read(8)
+    for magic, kind in COMPRESSED.items():
+        if head.startswith(magic) and kind not in EXACT_COMPRESSIONS:
+            raise UserError(
+                f"{file} is {kind}: `datasets` leaves out what follows damage in it;"
+                " decompress it"
+            )
+    if tarfile.is_tarfile(file):
+        raise UserError(
+            f"{file} is a tar archive: `datasets` leaves out what follows damage in it;"
+            " unpack it"
+        )
+
+
+def check_arrow_end(file: Path) -> None:
+    """Raise UserError for Arrow data that were cut, whose rows up to there are read."""
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - len(ARROW_ENDS[0])))
+        if not content.read().endswith(ARROW_ENDS):
+            raise UserError(
+                f"{file} lacks the end of Arrow data, so that rows may be missing;"
+                " download or copy it again, or save it again"
             )
 
 

@@ -50,7 +50,7 @@ class JSONTokenizer:
     Args:
       name: as the user gave it.
       tree: the content of the file, from `read_tokenizer_json`.
-      tokenizer: the library's tokenizer, from `parse_tokenizer`.
+      library: the library's tokenizer, from `parse_tokenizer`.
       end: the token that ends a document.
 
     Attributes:
@@ -60,10 +60,10 @@ class JSONTokenizer:
     pattern: str | None = None
 
     def __init__(
-        self, name: str, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer, end: str
+        self, name: str, tree: dict[str, Any], library: tokenizers.Tokenizer, end: str
     ) -> None:
         self.name, self.tree, self.end = name, tree, end
-        self._tokenizer = tokenizer
+        self._library = library
         added = added_ids(tree)
         self.eot = added[end]
         self.special_tokens: dict[str, int] = {}
@@ -81,28 +81,25 @@ class JSONTokenizer:
         # The tokens of all other tokenizers have marks, such as ## and </w>, that only
         # the decoder removes.
         self.spells_bytes = is_byte_level(tree)
-        self._known = frozenset(self._tokenizer.get_vocab().values())
+        self._known = frozenset(library.get_vocab().values())
         self.unknown = unknown_id(tree["model"])
-        self._has_unknown = self.unknown is not None
         if not any(
             t["content"] == end and t.get("special") for t in tree["added_tokens"]
         ):
             # Otherwise a document would end where a text spells this token.
-            tokenizer.add_special_tokens([end])
-        disable_special_tokens(tokenizer, tree, self.special_tokens)
+            library.add_special_tokens([end])
+        disable_special_tokens(library, tree, self.special_tokens)
         # Byte-pair encoding drops bytes without a token; other models raise an error.
         self._lost_bytes: set[int] = set()
-        if is_bpe(tree["model"]) and not self._has_unknown:
-            self._lost_bytes = {
-                byte for byte in range(256) if bytes([byte]) not in self.tokens
-            }
-            # `_check_encodable` looks for bytes without a token. Only byte-level tokens
-            # are bytes, so in other tokenizers it could not find a lost character.
+        if is_bpe(tree["model"]) and self.unknown is None:
+            absent_bytes = {i for i in range(256) if bytes([i]) not in self.tokens}
             if has_part(tree.get("pre_tokenizer"), "ByteLevel"):
-                self._lost_bytes |= bytes_lost_in_words(tokenizer.model)
-            elif self._lost_bytes or self._drops_cuneiform():
+                self._lost_bytes = absent_bytes | bytes_lost_in_words(library.model)
+            elif absent_bytes or self._drops_cuneiform():
+                # `_check_encodable` finds lost bytes, but such a tokenizer loses whole
+                # characters.
                 raise self._no_token("characters outside of its vocabulary")
-        self.line_safe = is_line_safe(tree, tokenizer)
+        self.line_safe = is_line_safe(tree, library)
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
             f"{end}\n{content}".encode(), digest_size=16
@@ -111,7 +108,7 @@ class JSONTokenizer:
     def encode(self, text: str) -> list[int]:
         """See Tokenizer. Raises NoToken for text that the model would leave out."""
         # Twice as fast as `encode_batch`, which counts characters too.
-        encoding = self._encoding(text, self._tokenizer.encode_batch_fast)
+        encoding = self._encoding(text, self._library.encode_batch_fast)
         return encoding.ids
 
     def encode_array(
@@ -121,7 +118,7 @@ class JSONTokenizer:
         if not preceding and not following:
             return np.array(self.encode(text), np.uint32)
         encoding = self._encoding(
-            preceding + text + following, self._tokenizer.encode_batch
+            preceding + text + following, self._library.encode_batch
         )
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         ids = np.array(encoding.ids, np.uint32)
@@ -143,7 +140,7 @@ class JSONTokenizer:
             except NoToken:
                 raise
             except Exception as error:  # the library raises this class only
-                if self._has_unknown:
+                if self.unknown is not None:
                     raise
                 raise self._no_token(
                     # Not the text: a stranger's settings may name a private file.
@@ -157,7 +154,7 @@ class JSONTokenizer:
 
     def _check_encodable(self, text: str) -> None:
         """Raise NoToken for the first character with a byte that has no token."""
-        normalizer = self._tokenizer.normalizer
+        normalizer = self._library.normalizer
         text = text if normalizer is None else normalizer.normalize_str(text)
         for char in text:
             if not self._lost_bytes.isdisjoint(char.encode()):
@@ -182,11 +179,9 @@ class JSONTokenizer:
             if i in self._known:
                 run.append(i)
                 continue
-            pieces += [self._tokenizer.decode(run, skip_special_tokens=False), "\ufffd"]
+            pieces += [self._library.decode(run, skip_special_tokens=False), "\ufffd"]
             run = []
-        return "".join(
-            [*pieces, self._tokenizer.decode(run, skip_special_tokens=False)]
-        )
+        return "".join([*pieces, self._library.decode(run, skip_special_tokens=False)])
 
     def cut_up(self, text: str, size: int) -> list[str]:
         """See Tokenizer. A text stays uncut: its token boundaries are unknown."""
@@ -271,7 +266,7 @@ def bytes_lost_in_words(model: tokenizers.models.Model) -> set[int]:
 
 
 def disable_special_tokens(
-    tokenizer: tokenizers.Tokenizer, tree: dict[str, Any], special: dict[str, int]
+    library: tokenizers.Tokenizer, tree: dict[str, Any], special: dict[str, int]
 ) -> None:
     """Let a tokenizer encode text that spells a special token as ordinary text.
 
@@ -280,12 +275,13 @@ def disable_special_tokens(
     prefers them. So the model is replaced by a copy without special tokens.
 
     Args:
-      tokenizer: the tokenizer, which is changed. It still decodes special tokens.
+      library: the library's tokenizer, which is changed. It still decodes special
+        tokens.
       tree: the content of its tokenizer.json.
       special: ids of the special tokens. The unknown token stays, by the model's
         `unk_token` or `unk_id` (Unigram).
     """
-    tokenizer.encode_special_tokens = True
+    library.encode_special_tokens = True
     model = tree["model"]
     unknown = (model.get("unk_token"), model.get("unk_id"))
     removed = {
@@ -315,11 +311,11 @@ def disable_special_tokens(
             if removed.isdisjoint((left, right, left + right))
         ]
     copy = tree | {"model": model | changes, "added_tokens": []}
-    tokenizer.model = parse_tokenizer(Path(TOKENIZER_JSON), copy).model
+    library.model = parse_tokenizer(Path(TOKENIZER_JSON), copy).model
 
 
 def check_added_ids(
-    path: Path, tree: dict[str, Any], tokenizer: tokenizers.Tokenizer
+    path: Path, tree: dict[str, Any], library: tokenizers.Tokenizer
 ) -> None:
     """Raise UserError for an added token to which the library gives another id.
 
@@ -328,13 +324,13 @@ def check_added_ids(
     list, and for a setting in these files that overrides it.
     """
     for token, i in added_ids(tree).items():
-        library_id = tokenizer.token_to_id(token)
+        library_id = library.token_to_id(token)
         if library_id != i:
             raise UserError(
                 f"{path}: {token!r} of added_tokens has the id {i}, but Hugging Face's"
                 f" `tokenizers` gives it {library_id}; write {library_id} there"
             )
-    check_no_tokens_added(path.parent, path.name, tokenizer.get_vocab())
+    check_no_tokens_added(path.parent, path.name, library.get_vocab())
     words = {token["content"]: token for token in tree.get("added_tokens") or ()}
     check_same_flags(path.parent, path.name, words)
     check_settings_beside(path.parent, path.name, tree)

@@ -137,7 +137,7 @@ def _rows_of_list(
             " each text as a row of JSON lines"
         ) from error
     if isinstance(rows, dict):
-        rows = [rows] if column in rows else _only_list(path, rows)
+        rows = [rows] if column in rows else _only_list(path, rows, column)
     for i, row in enumerate(rows[start:], start + 1):
         if not isinstance(row, dict):
             raise UserError(
@@ -146,18 +146,27 @@ def _rows_of_list(
         yield row, partial("row {}".format, i), i
 
 
-def _only_list(path: Path, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of an object; UserError unless it has one list of objects."""
-    lists = [key for key, rows in value.items() if _is_list_of_objects(rows)]
-    if len(lists) != 1:
+def _only_list(path: Path, value: dict[str, Any], column: str) -> list[dict[str, Any]]:
+    """Return the rows of an object; UserError unless it has one list of objects, and no
+    other value whose texts would be left out.
+    """
+    lists = [key for key, rows in value.items() if _holds_rows(rows, column)]
+    if len(lists) != 1 or not _is_list_of_objects(value[lists[0]]):
         raise UserError(
-            f"{path}: holds one object with {len(lists)} lists of objects; expected"
+            f"{path}: holds one object with {len(lists)} groups of objects; expected"
             " JSON lines, a list of objects, or an object with one such list"
         )
     texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
     if texts:
         _note_list(lists[0], max(texts, key=lambda key: texts[key]))
     return value[lists[0]]
+
+
+def _holds_rows(value: Any, column: str) -> bool:
+    """Return whether a list holds an object, or an object one with the column."""
+    if isinstance(value, dict):
+        return any(isinstance(row, dict) and column in row for row in value.values())
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
 
 
 @cache  # print once, not for every file and not again when they are read again

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.permutation import permute
-from trainer.data.shards import Manifest
+from trainer.data.shards import Manifest, stamp_of
 from trainer.errors import UserError
 
 
@@ -109,6 +109,8 @@ class ShardLoader:
         document_mask: bool = False,
         shuffle: bool = True,
     ) -> None:
+        # Before the shards are verified: what changes meanwhile is verified again.
+        stamps = {path.name: stamp_of(path) for path in Path(directory).glob("*.bin")}
         self.manifest = Manifest.load(directory)
         self.context = context
         self.batch_size = batch_size
@@ -125,7 +127,7 @@ class ShardLoader:
             )
         self._shards = self.manifest.open(split)
         self._files = self.manifest.splits[split].shards
-        self._stamps = [self.manifest.stamp(shard) for shard in self._files]
+        self._stamps = [stamps.get(shard.name) for shard in self._files]
         self._starts = np.cumsum([0] + [len(shard) for shard in self._shards])
 
     def documents(self, tokens: int) -> list[npt.NDArray[np.int64]]:
@@ -169,11 +171,13 @@ class ShardLoader:
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
-            if self.manifest.stamp(self._files[shard]) != self._stamps[shard]:
+            file = self._files[shard]
+            if (stamp := self.manifest.stamp(file)) != self._stamps[shard]:
                 # Reading a memory map of a truncated file would end the process with
-                # SIGBUS.
-                self.manifest.verify_shard(self._files[shard])
-                self._stamps[shard] = self.manifest.stamp(self._files[shard])
+                # SIGBUS. A file that was replaced needs another map.
+                self.manifest.verify_shard(file)
+                self._shards[shard] = self.manifest.open_shard(file)
+                self._stamps[shard] = stamp
             offset = start + filled - int(self._starts[shard])
             tokens = self._shards[shard][offset : offset + len(out) - filled]
             out[filled : filled + len(tokens)] = tokens

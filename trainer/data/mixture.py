@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,18 @@ def check_stage(stage: MixtureStage, names: Sequence[str]) -> None:
         )
 
 
+class Sampler(Protocol):
+    """Assigns the samples of a run to the sources of a mixture."""
+
+    def assign(self, sample: Ints) -> tuple[Ints, Ints]:
+        """Return the source of each sample [b] of the run, and its index among the
+        samples of that source.
+        """
+
+    def samples_per_source(self, step: int) -> Ints:
+        """Return the samples of each source in the first `step` steps, [K]."""
+
+
 class StageBlocks:
     """The blocks of one stage. Samples are counted from the start of the stage.
 
@@ -149,24 +161,23 @@ class StageBlocks:
         """Return the source of each sample [b] of the stage, and its index among the
         samples of that source.
         """
-        size, last = self._block_size, self._last_block
-        block = np.minimum(sample // size, last)
-        start = block * size
-        position = sample - start
-        # The last block has a length of its own.
-        end = np.where(block == last, self._samples, start + size)
+        block = np.minimum(sample // self._block_size, self._last_block)
+        start = block * self._block_size
+        end = start + self._block_size
+        end[block == self._last_block] = self._samples
+        position, size = sample - start, end - start
+        # `permute` takes one length, and the last block has its own.
+        slot = np.empty_like(sample)
+        for n in np.unique(size):
+            rows = size == n
+            slot[rows] = permute(self._seed, block[rows], position[rows], int(n))
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
-        # A permutation maps positions to slots.
         at_start = self.cumulative_counts(start)  # [b, K + 1]
         slot_bounds = self.cumulative_counts(end) - at_start
-        slot = np.empty_like(sample)
-        for length in np.unique(end - start):
-            rows = end - start == length
-            slot[rows] = permute(self._seed, block[rows], position[rows], int(length))
         source = np.sum(slot[:, None] >= slot_bounds[:, 1:], axis=1)
-        rows = np.arange(len(sample))
-        in_earlier_blocks = np.diff(at_start, axis=1)[rows, source]
-        return source, in_earlier_blocks + slot - slot_bounds[rows, source]
+        row = np.arange(len(sample))
+        in_earlier_blocks = np.diff(at_start, axis=1)[row, source]
+        return source, in_earlier_blocks + slot - slot_bounds[row, source]
 
 
 class StageSampler:
@@ -185,19 +196,20 @@ class StageSampler:
         # The first sample of each stage.
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
         lengths = [*np.diff(self._starts).tolist(), np.iinfo(np.int64).max]
-        self._stages: list[StageBlocks] = []
-        # The samples of each source before each stage, [stages][K].
-        self._earlier_samples = [np.zeros(len(stages[0].weights), np.int64)]
-        for i, (stage, length) in enumerate(zip(stages, lengths, strict=True)):
-            self._stages.append(StageBlocks(stage.weights, length, seed + i))
-        for blocks, length in zip(self._stages, lengths[:-1], strict=False):
-            counts = np.diff(blocks.cumulative_counts(length))
-            self._earlier_samples.append(self._earlier_samples[-1] + counts)
+        self._stages = [
+            StageBlocks(stage.weights, length, seed + i)
+            for i, (stage, length) in enumerate(zip(stages, lengths, strict=True))
+        ]
+        # The samples of each source before each stage, [stages, K].
+        self._earlier_samples = np.zeros(
+            (len(stages), len(stages[0].weights)), np.int64
+        )
+        for i, length in enumerate(lengths[:-1]):
+            counts = np.diff(self._stages[i].cumulative_counts(length))
+            self._earlier_samples[i + 1] = self._earlier_samples[i] + counts
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
-        """Return the source of each sample [b] of the run, and its index among the
-        samples of that source.
-        """
+        """See `Sampler`."""
         stage = self._stage_of(sample)
         source, index = np.empty_like(sample), np.empty_like(sample)
         for i in np.unique(stage):
@@ -208,7 +220,7 @@ class StageSampler:
         return source, index
 
     def samples_per_source(self, step: int) -> Ints:
-        """Return the samples of each source in the first `step` steps, [K]."""
+        """See `Sampler`."""
         end = step * self._batch_size
         stage = int(self._stage_of(end))
         in_stage = end - int(self._starts[stage])
@@ -236,15 +248,13 @@ class ReplicaSampler:
         self._replica_rows = self._micro_batch // replicas
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
-        """Return the source of each sample [b] of the run, and its index among the
-        samples of that source.
-        """
+        """See `Sampler`."""
         micro_batch, row = np.divmod(sample, self._micro_batch)
         source, replica_row = np.divmod(row, self._replica_rows)
         return source, micro_batch * self._replica_rows + replica_row
 
     def samples_per_source(self, step: int) -> Ints:
-        """Return the samples of each source in the first `step` steps, [K]."""
+        """See `Sampler`."""
         count = step * self._batch_size // self._replicas
         return np.full(self._replicas, count, np.int64)
 
@@ -273,14 +283,12 @@ class ValidationSampler:
         self._batch_size, self._sources = batch_size, len(counts)
 
     def assign(self, sample: Ints) -> tuple[Ints, Ints]:
-        """Return the source of each sample [b], and its index among the samples of that
-        source.
-        """
+        """See `Sampler`."""
         sample = sample % len(self._source)
         return self._source[sample], self._index[sample]
 
     def samples_per_source(self, step: int) -> Ints:
-        """Return the samples of each source in the first `step` batches, [K]."""
+        """See `Sampler`."""
         sources = self._source[: step * self._batch_size]
         return np.bincount(sources, minlength=self._sources)
 
@@ -381,7 +389,7 @@ class Mixture:
         self,
         sources: Mapping[str, ShardLoader],
         manifest: Manifest,
-        sampler: ReplicaSampler | StageSampler | ValidationSampler,
+        sampler: Sampler,
         shares: Sequence[float],
         *,
         batch_size: int,

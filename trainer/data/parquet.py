@@ -61,7 +61,9 @@ def open_column(file: SourceFile, column: str) -> "pyarrow.parquet.ParquetFile":
         encoding.startswith("DELTA") for chunk in chunks for encoding in chunk.encodings
     )
     columns = [] if is_delta_encoded else [column]
-    return pyarrow.parquet.ParquetFile(file.path, read_dictionary=columns)
+    return pyarrow.parquet.ParquetFile(
+        file.path, read_dictionary=columns, page_checksum_verification=True
+    )
 
 
 def is_text(kind: "pyarrow.DataType") -> bool:
@@ -93,7 +95,9 @@ def read_parquet(
         if not file.size:
             continue
         start = first_batch if number == first_file else 0
-        with pyarrow.parquet.ParquetFile(file.path) as parquet_file:
+        with pyarrow.parquet.ParquetFile(
+            file.path, page_checksum_verification=True
+        ) as parquet_file:
             for i, batch in enumerate(
                 parquet_file.iter_batches(ROWS_PER_READ, columns=[column])
             ):

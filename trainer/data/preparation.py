@@ -16,7 +16,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,7 +218,7 @@ def prepare(
                 tokenizer,
                 val_fraction,
                 validation_start(corpus, val_fraction),
-                documents=corpus.length is None,
+                texts_are_documents=corpus.length is None,
                 workers=workers or os.cpu_count() or 1,
             )
             run(
@@ -268,13 +268,22 @@ def is_prepared(directory: Path, fingerprint: str) -> bool:
     """
     if not (directory / MANIFEST).is_file():
         return False
-    stored = read_json_or_empty(directory / MANIFEST).get("fingerprint", fingerprint)
-    if stored != fingerprint:
+    check_fingerprint(directory, read_json_or_empty(directory / MANIFEST), fingerprint)
+    return True
+
+
+def check_fingerprint(
+    directory: Path, record: Mapping[str, Any], fingerprint: str
+) -> None:
+    """Raise UserError for a manifest, or a line of a journal, of other data.
+
+    Lines of earlier versions have no fingerprint.
+    """
+    if record.get("fingerprint", fingerprint) != fingerprint:
         raise UserError(
             f"{directory} holds other data than its name says; give it its own name"
             " again, or remove it"
         )
-    return True
 
 
 def check_prepared(directory: Path, tokenizer_name: str | None) -> Path:
@@ -412,6 +421,7 @@ def commit(job: Preparation, chunk: Chunk) -> None:
     for text_file in job.corpus.files:
         text_file.check_unchanged()
     line: dict[str, Any] = {
+        "fingerprint": job.fingerprint,
         "position": chunk.position,
         "chars": chunk.chars,
         "skipped": chunk.skipped,
@@ -483,6 +493,7 @@ def resume(job: Preparation) -> None:
             tree = parse_json(line)
             if tree.pop("digest") != digest(tree):
                 raise ValueError("a line was altered since it was written")
+            check_fingerprint(job.directory, tree, job.fingerprint)
             apply_line(job, tree)
     with open(path, "r+b", opener=own_copy) as file:
         file.truncate(sum(len(line) + 1 for line in lines))

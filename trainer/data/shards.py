@@ -178,8 +178,7 @@ class Manifest:
 
     def _check(self) -> None:
         """Raise ValueError for content that `save` cannot have written."""
-        shards = [shard for split in self.splits.values() for shard in split.shards]
-        for record in (self, *self.splits.values(), *shards):
+        for record in (self, *self.splits.values(), *self.shards):
             _check_field_types(record)
         _check_source_fields(self.source)
         if self.splits.keys() != set(SPLITS) or self.dtype not in ("uint16", "uint32"):
@@ -284,10 +283,11 @@ class Manifest:
 
     def open(self, split: str) -> list[npt.NDArray[np.unsignedinteger]]:
         """Return the shards of a split as read-only memory maps, each [tokens]."""
-        return [
-            np.memmap(self.directory / shard.name, self.file_dtype, mode="r")
-            for shard in self.splits[split].shards
-        ]
+        return [self.open_shard(shard) for shard in self.splits[split].shards]
+
+    def open_shard(self, shard: Shard) -> npt.NDArray[np.unsignedinteger]:
+        """Return a shard as a read-only memory map [tokens]."""
+        return np.memmap(self.directory / shard.name, self.file_dtype, mode="r")
 
     def verify(self, *, thorough: bool = False) -> None:
         """Raise UserError for the first shard that differs from the manifest."""
@@ -323,16 +323,8 @@ class Manifest:
                 write_atomically(record, json.dumps(stamps))
 
     def stamp(self, shard: Shard) -> list[int] | None:
-        """Return size, times and inode of a shard's file; None: it is gone.
-
-        They change whenever the file changes.
-        """
-        try:
-            stat = (self.directory / shard.name).stat()
-        except FileNotFoundError:
-            return None
-        # A copy may keep the modification time, so take the change time too.
-        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        """Return the `stamp_of` a shard's file."""
+        return stamp_of(self.directory / shard.name)
 
     def verify_shard(self, shard: Shard) -> None:
         """Raise UserError for a shard that differs from the manifest."""
@@ -359,15 +351,15 @@ class Manifest:
 
     def _check_content(self, shard: Shard) -> None:
         path = self.directory / shard.name
-        crc, digest, largest = checksums_and_largest(path, self.file_dtype)
-        if crc != shard.crc32:
+        crc32, content_digest, largest = checksums_and_largest(path, self.file_dtype)
+        if crc32 != shard.crc32:
             raise UserError(
-                f"shard {path} has checksum {crc:08x}, its"
+                f"shard {path} has checksum {crc32:08x}, its"
                 f" manifest says {shard.crc32:08x}: altered; {repair(self.directory)}"
             )
-        if shard.digest and digest != shard.digest:
+        if shard.digest and content_digest != shard.digest:
             raise UserError(
-                f"shard {path} has digest {digest}, its manifest says"
+                f"shard {path} has digest {content_digest}, its manifest says"
                 f" {shard.digest}: altered; {repair(self.directory)}"
             )
         # JAX reads an embedding of such an id as NaN, without an error.
@@ -376,6 +368,19 @@ class Manifest:
                 f"shard {path} has the id {largest}, but its tokenizer's ids are below"
                 f" {self.vocab_size}; {repair(self.directory)}"
             )
+
+
+def stamp_of(path: Path) -> list[int] | None:
+    """Return size, times and inode of a file; None: it is gone.
+
+    They change whenever the file changes.
+    """
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    # A copy may keep the modification time, so take the change time too.
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _check_field_types(record: Any) -> None:

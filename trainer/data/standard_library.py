@@ -12,8 +12,9 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from trainer.data.files import stamp_of
 from trainer.errors import UserError
 
 # These are not part of the library: installed packages, the bundled pip, caches, and
@@ -31,12 +32,14 @@ class Library(NamedTuple):
       left_out: number of files that are not UTF-8 or hold NUL, such as tests of bad
         encodings.
       digest: a digest of names and texts, hexadecimal.
+      stamps: `stamp_of` each file before it was read.
     """
 
     paths: list[Path]
     bytes: int
     left_out: int
     digest: str
+    stamps: list[str]
 
     def description(self) -> dict[str, str | int]:
         """Return its description for the manifest, the same for equal libraries."""
@@ -55,12 +58,13 @@ def find_library(folder: Path | None = None) -> Library:
     """Read the library in `folder`; None: the running Python's.
 
     Raises:
-      UserError: the folder has no Python source.
+      UserError: the folder has no Python source, or a part of it cannot be read.
     """
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     digest = hashlib.blake2b(digest_size=16)
-    paths, size, left_out = [], 0, 0
+    paths, stamps, size, left_out = [], [], 0, 0
     for path in files_below(folder):
+        stamp = stamp_of(path)
         text = text_of_file(path)
         if text is None:
             left_out += 1
@@ -69,6 +73,7 @@ def find_library(folder: Path | None = None) -> Library:
         for part in (path.relative_to(folder).as_posix().encode(), raw):
             digest.update(len(part).to_bytes(8, "little") + part)
         paths.append(path)
+        stamps.append(stamp)
         size += len(raw)
     if not size:
         raise UserError(
@@ -76,13 +81,13 @@ def find_library(folder: Path | None = None) -> Library:
             f" standard library in {folder}; choose data=text with data.paths=[...], or"
             " data=embedded"
         )
-    return Library(paths, size, left_out, digest.hexdigest())
+    return Library(paths, size, left_out, digest.hexdigest(), stamps)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the library's Python files, sorted by their paths within it."""
     files: list[Path] = []
-    for directory, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder, onerror=cannot_read):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in names:
             if name.endswith(".py") and not name.startswith(BUILD_MODULE):
@@ -91,11 +96,26 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def text_of_file(path: Path) -> str | None:
-    """Return a file's text with line feeds, or None for a file that is not text."""
+    """Return a file's text with line feeds, or None for a file that is not text, or a
+    link that leads nowhere.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
-    except (UnicodeDecodeError, OSError):
+    except (UnicodeDecodeError, FileNotFoundError):
         return None
+    except OSError as error:
+        cannot_read(error)
     if "\0" in text:
         return None
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def cannot_read(error: OSError) -> NoReturn:
+    """Raise UserError for a file or a directory, which would be left out in silence."""
+    raise UserError(
+        f"data=python: {error.filename} cannot be read ({error.strerror}); change its"
+        " permissions, or repair it"
+    ) from error

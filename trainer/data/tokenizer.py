@@ -27,8 +27,8 @@ from trainer.data.bpe_files import (
     added_ids,
     byte_level_ids,
     check_unique_ids,
-    encoding,
     is_same_in_tiktoken,
+    make_encoding,
     merges_to_tokenizer_json,
     pattern_of,
     read_tiktoken,
@@ -239,13 +239,16 @@ class BPETokenizer:
     def save(self, directory: Path) -> None:
         """See Tokenizer.
 
-        `tokenizer.tiktoken` has the ranks, `tokenizer.json` the pattern, the special
-        tokens and the end of a document if that is not "<|endoftext|>".
+        `tokenizer.tiktoken` has the ranks, `tokenizer.json` their number, the pattern,
+        the special tokens and the end of a document if that is not "<|endoftext|>".
         """
         write_atomically(directory / "tokenizer.tiktoken", tiktoken_file(self.tokens))
         write_atomically(
             directory / "tokenizer.json",
-            json.dumps({"name": self.name} | self._settings, indent=1),
+            json.dumps(
+                {"name": self.name, "ranks": len(self.tokens)} | self._settings,
+                indent=1,
+            ),
         )
 
 
@@ -380,18 +383,18 @@ def from_files(name: str) -> Tokenizer:
 
 def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of `tree`, the content of the tokenizer.json `path`."""
-    tokenizer = parse_tokenizer(path, tree)
-    check_added_ids(path, tree, tokenizer)
+    library = parse_tokenizer(path, tree)
+    check_added_ids(path, tree, library)
     end = end_of_document(path, tree)
     pattern, ids, special = pattern_of(tree), byte_level_ids(tree), added_ids(tree)
     if pattern is None or ids is None:
-        return JSONTokenizer(name, tree, tokenizer, end)
+        return JSONTokenizer(name, tree, library, end)
     # `save_hf` writes a ByteTokenizer so.
     if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
         return ByteTokenizer()
     if pattern and end == ENDOFTEXT and is_same_in_tiktoken(tree, ids):
-        return BPETokenizer(name, encoding(path, ids, pattern, special))
-    return JSONTokenizer(name, tree, tokenizer, end)
+        return BPETokenizer(name, make_encoding(path, ids, pattern, special))
+    return JSONTokenizer(name, tree, library, end)
 
 
 def is_missing(name: str) -> bool:

@@ -69,6 +69,15 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "o200k_base": (GPT4O, {ENDOFTEXT: 199999, ENDOFPROMPT: 200018}),
 }
+# Numbers of their ordinary tokens.
+RANKS = {
+    "gpt2": 50256,
+    "r50k_base": 50256,
+    "p50k_base": 50280,
+    "p50k_edit": 50280,
+    "cl100k_base": 100256,
+    "o200k_base": 199998,
+}
 
 
 def to_hf_pattern(pattern: str) -> str:

@@ -55,18 +55,20 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `stack_layers`."""
     stacked = params[BLOCKS]
     n_layer = jax.tree.leaves(stacked)[0].shape[0]
-    layers = {
-        i: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(n_layer)
-    }
-    return {**params, BLOCKS: layers}
+    return {**params, BLOCKS: {i: layer_of(stacked, i) for i in range(n_layer)}}
+
+
+def layer_of(stacked: Any, i: int) -> Any:
+    """Return the entry of layer `i` of a pytree [L, ...]; None for None."""
+    return jax.tree.map(lambda x: x[i], stacked)
 
 
 def apply_blocks(
     blocks: Any,
     call: Callable[[Any, jax.Array, Any, Any], jax.Array],
     x_NxD: jax.Array,
-    shared: Any = None,
-    per_layer: Any = None,
+    shared: Any,
+    per_layer: Any,
     *,
     scan: bool,
     remat: str,
@@ -110,9 +112,7 @@ def apply_blocks(
         )[0]
     for i, block in enumerate(blocks):
         graphdef, layer = nnx.split(block)
-        x_NxD = run(
-            graphdef, x_NxD, layer, shared, None if per_layer is None else per_layer[i]
-        )
+        x_NxD = run(graphdef, x_NxD, layer, shared, layer_of(per_layer, i))
     return x_NxD
 
 
@@ -126,8 +126,8 @@ def _apply_gathered(
 ) -> jax.Array:
     """Apply stacked blocks of which devices hold shards.
 
-    An iteration starts to gather the weights of the next one, which nothing in it
-    waits for. The backward pass gathers them again, and recomputes the block.
+    While a layer is computed, the weights of the next layer are gathered. The backward
+    pass gathers each layer's weights again, and recomputes its block.
     """
     n_layer = jax.tree.leaves(shards)[0].shape[0]
     layer_index_L = jnp.arange(n_layer)
@@ -172,7 +172,8 @@ def _apply_gathered(
     def backward(residuals: Any, dy_NxD: jax.Array) -> tuple:
         shards_L, last_weights, x_LxNxD, shared, per_layer = residuals
         # XLA takes the first iteration out of the loop. Its gather needs only the
-        # shards, so that XLA could run it before the forward pass.
+        # shards: without the barrier XLA ran it before the forward pass, and held the
+        # weights of a third layer.
         shards_L, dy_NxD = lax.optimization_barrier((shards_L, dy_NxD))
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
@@ -216,8 +217,6 @@ def decode_blocks(
         )
     new_caches = []
     for i, block in enumerate(blocks):
-        x_NxD, layer_cache = call(
-            block, x_NxD, jax.tree.map(lambda c, i=i: c[i], per_layer)
-        )
+        x_NxD, layer_cache = call(block, x_NxD, layer_of(per_layer, i))
         new_caches.append(layer_cache)
     return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new_caches)

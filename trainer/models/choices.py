@@ -26,9 +26,11 @@ class DecoderSpec:
     """The base of the specs of GPT-2 and Llama; see `family.Spec`."""
 
     vocab_size: int
+    n_layer: int
     d_model: int
     d_mlp: int | None
     mlp: str
+    init_std: float
     align_channels: int
 
     @property
@@ -47,6 +49,12 @@ class DecoderSpec:
         if self.mlp == "gelu":
             return 4 * self.d_model
         return math.ceil(8 * self.d_model / 3 / 64) * 64
+
+    @property
+    def residual_stddev(self) -> float:
+        """Initial standard deviation of projections into the residual stream."""
+        # 2 L branches add up: each starts with 1 / (2 L) of the variance.
+        return self.init_std / math.sqrt(2 * self.n_layer)
 
     def check_align_channels(self) -> None:
         """Raise UserError for more aligned channels than the MLP has."""

@@ -1,9 +1,20 @@
 """Checked values of a config.json; errors name the key."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.files import read_object
+
+
+def read_config[T](file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what `parse` makes of a config.json; its UserErrors then name the file."""
+    config = read_object(file)
+    try:
+        return parse(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -47,18 +58,4 @@ def check_supported(
         if config.get(key, values[0]) not in values:
             raise UserError(
                 f"{key}={config[key]!r} is not supported; valid: {values[0]!r}"
-            )
-
-
-def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Raise UserError for a configuration of quantized weights by its other keys than
-    `quantization_config`: MLX's, and an old one of compressed-tensors.
-    """
-    for key in ("quantization", "compression_config"):
-        value = config.get(key)
-        if value is not None:
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            raise UserError(
-                f"{key}={{'quant_method': {method!r}, ...}} is not supported; give the"
-                " weights before quantization, in float32, float16 or bfloat16"
             )

@@ -161,7 +161,7 @@ class CustomSpec:
         return ("vocab_size", "context", "parameters")
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Raise UserError: a custom model has no config.json."""
         raise UserError(
             "a custom model has no Hugging Face config.json; give init_from a run of"

@@ -80,7 +80,7 @@ class Spec(Protocol):
         """
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `checkpoint_fields` of a Hugging Face config.json.
 
         Raises:

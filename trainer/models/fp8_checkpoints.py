@@ -20,6 +20,8 @@ import numpy as np
 from trainer.errors import UserError
 
 QUANTIZATION = "quantization_config"
+# Keys of MLX, and of early compressed-tensors.
+OTHER_QUANTIZATIONS = ("quantization", "compression_config")
 SUPPORTED = (
     "valid: symmetric E4M3 (quant_method fp8 or compressed-tensors) with one scale for"
     " each block or row, or for the tensor"
@@ -183,6 +185,19 @@ class Fp8ScaleLayout(NamedTuple):
         rows, columns = map(min, self.block, shape)
         scale = np.repeat(scale, rows, axis=0)[: shape[0]]
         return np.repeat(scale, columns, axis=1)[:, : shape[1]]
+
+
+def check_quantization(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a config.json of weights whose quantization is not read."""
+    Fp8ScaleLayout.from_config(config)
+    for key in OTHER_QUANTIZATIONS:
+        value = config.get(key)
+        if value is not None:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            raise UserError(
+                f"{key}={{'quant_method': {method!r}, ...}} is not supported; give the"
+                " weights before quantization, in float32, float16 or bfloat16"
+            )
 
 
 def block_of(settings: Mapping[str, Any], key: str) -> tuple[int, int] | None:

@@ -76,7 +76,7 @@ class GatedMLP(nnx.Module):
     bias: ClassVar[bool]
     hidden_amax: ClassVar[float] = 1.0
 
-    def __init__(self, spec: Any, layers: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: Any, layers: Factory) -> None:
         self.tensor_axis = layers.tensor_axis
         self.recompute = spec.remat == "elementwise"
         self.smooth = spec.mlp == "smooth_swiglu"
@@ -91,7 +91,7 @@ class GatedMLP(nnx.Module):
             f"mlp.{output}",
             spec.mlp_width,
             spec.d_model,
-            residual_stddev,
+            spec.residual_stddev,
             "row",
             scaled_rows=self.smooth,
         )

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from trainer.errors import UserError
-from trainer.files import has_file, read_object, well_formed
+from trainer.files import has_file, well_formed
 from trainer.models.blocks import unstack_layers
+from trainer.models.config_values import read_config
 from trainer.models.family import Family, Spec
 from trainer.models.fp8_checkpoints import Fp8Kernel
 from trainer.models.model_functions import Params
@@ -28,10 +29,7 @@ def family_at(source: Path) -> Family | None:
     file = config_beside(source)
     if not has_file(file):
         return None
-    try:
-        return family_of(SPECS[family_name_of(read_object(file))])
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+    return family_of(SPECS[read_config(file, family_name_of)])
 
 
 def load(source: Path, spec: Spec) -> tuple[Any, Params]:

@@ -23,6 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from scalify_core.numerics.formats import FloatFormat
 from trainer.files import write_atomically
 from trainer.observe.numerics import CLASS_TITLES
+from trainer.observe.records import FIGURE_NAMES
 
 MIN_SHARE = 1e-6  # smaller shares are drawn as zero
 ZERO_EXPONENT = -126  # exponent of the scale of an all-zero tensor
@@ -34,7 +35,6 @@ SHARES = {
 # colored.
 NEAR = 8
 NOUNS = {"underflow": "underflow", "saturated": "saturation"}
-DRAWN_FIGURES = ("rms", "exponent", *SHARES)
 PANELS = {
     "rms": "RMS near an end of its format (black: zeros)",
     "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
@@ -45,7 +45,8 @@ PANELS = {
 WIDTH, MARGIN_TOP, MARGIN_BOTTOM = 17, 0.8, 1.2
 INCHES_PER_LAYER = 0.17
 MAX_LABELS = 90
-# More do not show. In rows that somebody else wrote, each may have layers of its own.
+# Cells of a picture: more would not be visible, and rows of a stranger, each with other
+# layers, would take the memory.
 MAX_CELLS = 1 << 20
 
 
@@ -56,7 +57,8 @@ def figures_by_layer(
 
     Returns:
       the layers, the steps, and for each figure an array [layers, steps] with NaN where
-      a row lacks it. Of more than `MAX_CELLS` steps are left out, evenly.
+      a row lacks it. Steps are left out evenly if there are more than `MAX_CELLS`
+      cells.
     """
     prefix = f"numerics/{kind}/"
     measured: dict[int, dict[tuple[str, str], float]] = {}
@@ -73,7 +75,7 @@ def figures_by_layer(
     stride = max(1, -(-len(layers) * len(measured) // MAX_CELLS))
     steps = list(measured)[::-stride][::-1]  # the newest is drawn
     shape = len(layers), len(steps)
-    values = {figure: np.full(shape, math.nan) for figure in DRAWN_FIGURES}
+    values = {figure: np.full(shape, math.nan) for figure in FIGURE_NAMES}
     for column, step in enumerate(steps):
         for (layer, figure), value in measured[step].items():
             if figure in values:

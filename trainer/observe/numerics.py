@@ -56,13 +56,8 @@ from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
 from trainer.models.blocks import BLOCKS
-from trainer.observe.probe import (
-    FIGURE_NAMES,
-    SLOT_SHAPE,
-    Measure,
-    array_figures,
-    probe,
-)
+from trainer.observe.probe import SLOT_SHAPE, Measure, array_figures, probe
+from trainer.observe.records import FIGURE_NAMES
 from trainer.observe.sharpness import Sharpness
 from trainer.parallel.mesh import replicated
 from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures
@@ -114,11 +109,11 @@ class NextCast(NamedTuple):
 
         Args:
           x: the tensor.
-          uncast: `unrounded` of `probe.array_figures`.
-          count_zeros: `zeros` of `probe.array_figures`.
+          uncast: see `probe.array_figures`.
+          count_zeros: see `probe.array_figures`.
           axis: the axis of a matrix that the product sums over.
         """
-        row = array_figures(x, self.fmt, uncast, zeros=count_zeros)
+        row = array_figures(x, self.fmt, uncast, count_zeros=count_zeros)
         if self.blocks is None:
             return row
         cast, fmt = self.blocks
@@ -208,9 +203,14 @@ def backward_format(policy: Policy, path: str) -> FloatFormat | None:
     return FloatFormat.parse(backward)
 
 
+def narrow_path(model: Model, name: str) -> str:
+    """Return a layer's path as in `Model.narrow`; in a stack, `h.*.mlp.c_fc`."""
+    return name.replace(".", ".*.", 1) if is_stack(model, name) else name
+
+
 def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
     """Return the next casts of an input or output and of its gradient."""
-    path = name.replace(".", ".*.", 1) if is_stack(model, name) else name
+    path = narrow_path(model, name)
     no_cast = NextCast()
     if path not in model.narrow:
         return no_cast, no_cast
@@ -254,26 +254,23 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     if kind in MOMENT_KEYS:
         return str(getattr(policy, kind))
     if is_stack(model, layer):
-        blocks, *rest = layer.split(".")
-        layer = ".".join([blocks, *rest[1:]])  # without the number of the block
-    path, _, last_part = layer.rpartition(".")
-    if last_part in SIDES:
-        tensor_cast, gradient_cast = next_casts(model, path, last_part)
-        cast = tensor_cast if kind == "activations" else gradient_cast
-        is_cast = cast.fmt is not None
-        stored_format = policy.compute
-    else:
-        stored_format = policy.weights
-        is_cast = model.is_narrow(leaves_by_name(model.roles).get(layer))
-        if kind == "weights" and forward_format(policy) is None:
-            is_cast = False
-    cast_formats = {
-        "weights": policy.forward,
-        "activations": policy.forward,
-        "activation_gradients": policy.backward,
-        "weight_gradients": policy.weight_grad,
-    }
-    return str(cast_formats[kind] if is_cast else stored_format)
+        # Roles and casts have one name for all blocks of a stack.
+        blocks, _, rest = layer.split(".", 2)
+        layer = f"{blocks}.{rest}"
+    path, _, side = layer.rpartition(".")
+    if side in SIDES:
+        tensor_cast, gradient_cast = next_casts(model, path, side)
+        if kind == "activations":
+            is_cast, cast_format = tensor_cast.fmt is not None, policy.forward
+        else:
+            is_cast = gradient_cast.fmt is not None
+            cast_format = policy.backward_of(narrow_path(model, path))
+        return str(cast_format if is_cast else policy.compute)
+    is_cast = model.is_narrow(leaves_by_name(model.roles).get(layer))
+    if kind == "weights":
+        is_cast = is_cast and forward_format(policy) is not None
+        return str(policy.forward if is_cast else policy.weights)
+    return str(policy.weight_grad if is_cast else policy.weights)
 
 
 def attach_probes(model: Model, bound: Any, slots: SlotsByName) -> Any:

@@ -57,6 +57,7 @@ class Finding(NamedTuple):
 
     def as_json(self) -> dict[str, str | float]:
         """Return the entry of precision_bisect.json."""
+        # Files of earlier versions have the key `tensor`.
         return {
             "tensor" if name == "left_out" else name: value
             for name, value in self._asdict().items()
@@ -151,7 +152,7 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
 
     training = model.family.build(
         model.spec,
-        compute_dtype=model.policy.logical,
+        compute_dtype=model.policy.model_dtype,
         dot_general_for=dot_general_for,
         rescale_grads=model.policy.rescaled_places,
     )

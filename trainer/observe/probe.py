@@ -18,12 +18,15 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import formats
 from scalify_core.numerics.formats import FloatFormat, pow2_floor
 from scalify_core.ops.composite import composite
-
-FIGURE_NAMES = ("exponent", "rms", "underflow", "saturated")
+from trainer.observe.records import FIGURE_NAMES
 
 
 def array_figures(
-    x: Any, fmt: FloatFormat | None = None, unrounded: Any = None, *, zeros: bool = True
+    x: Any,
+    fmt: FloatFormat | None = None,
+    uncast: Any = None,
+    *,
+    count_zeros: bool = True,
 ) -> jax.Array:
     """Return FIGURE_NAMES of an array, or of a ScaledArray with one scale: FP32 [4].
 
@@ -37,16 +40,16 @@ def array_figures(
     Data does not show whether a zero was zero before rounding, so underflow is counted
     in one of three ways:
 
-    - `unrounded`, the logical values before rounding (an array or a ScaledArray): the
-      elements that are zero although the unrounded value is not. Exact.
+    - `uncast`, the logical values before the cast (an array or a ScaledArray): the
+      elements that are zero although the uncast value is not. Exact.
     - `fmt`, the format that the data is cast to next (E4M3 for the operand of a matrix
       product): the elements that are not zero but will be, and `saturated` counts those
       that the cast will clamp. Exact.
     - neither: an upper bound, the elements that are zero or subnormal in the data's
       format. Only these can have lost bits by rounding; true zeros are counted. A
-      tensor that slides out of its format shows subnormals long before it is lost. With
-      `zeros=False`, for tensors whose zeros are known to be true, the subnormal ones
-      alone.
+      tensor that slides out of its format shows subnormals long before it is lost.
+      `count_zeros=False`, for tensors whose zeros are known to be true, counts only the
+      subnormal ones.
 
     Data of FP64 counts as FP32.
 
@@ -61,13 +64,13 @@ def array_figures(
     magnitude = jnp.abs(data)
     zero = _is_zero(data)
     saturated = magnitude >= data_format.max
-    if unrounded is not None:
-        lost = zero & ~_is_zero(jnp.asarray(data_of(unrounded)).astype(jnp.float32))
+    if uncast is not None:
+        lost = zero & ~_is_zero(jnp.asarray(data_of(uncast)).astype(jnp.float32))
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantize(data))
         saturated = magnitude > fmt.max
     else:
-        lost = (magnitude < data_format.min_normal) & (zeros | ~zero)
+        lost = (magnitude < data_format.min_normal) & (count_zeros | ~zero)
     bits = lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.int32)
     exponent = ((bits >> 23) - 127).astype(jnp.float32)
     underflow = jnp.mean(lost, dtype=jnp.float32)
@@ -92,16 +95,6 @@ def _rms(magnitude: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)))) * unit
 
 
-# A probe measures an array and its gradient inside a program, without changing its
-# results. It is the identity. The gradient of its second argument, `zeros(SLOT_SHAPE)`,
-# holds the figures: one row for the array, one for the array's gradient. A slot has
-# more columns where a measure of the caller's has more figures; the shorter row then
-# ends in NaN. So figures come out of any differentiated function as gradients do,
-# through scan (stacked over its steps), remat and `scalify`, by
-# `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT_SHAPE))`. Under `scalify` they are
-# figures of the data, in its format, and of the scale. Use a slot in one probe only:
-# the figures of two would be added.
-
 SLOT_SHAPE = (2, len(FIGURE_NAMES))  # row 0: the array; row 1: its gradient
 Measure = Callable[[Any], jax.Array]  # of an array or a ScaledArray: FP32 [figures]
 
@@ -112,9 +105,16 @@ def probe(
 ) -> jax.Array:
     """Return `x`; the gradient of `slot` becomes the figures of `x` and its gradient.
 
+    So figures come out of any differentiated function as gradients do, through scan
+    (stacked over its steps), remat and `scalify`, by
+    `jax.grad(loss, (0, 1))(params, jnp.zeros(SLOT_SHAPE))`. Results do not change.
+    Under `scalify` they are figures of the data, in its format, and of the scale.
+
     Args:
         x: float array; a ScaledArray under `scalify`.
-        slot: FP32 zeros of the shape SLOT_SHAPE; they are not read.
+        slot: FP32 zeros of the shape SLOT_SHAPE, which are not read; with more columns
+            if a measure returns more figures. A shorter row then ends in NaN. Use a
+            slot in one probe only: the figures of two would be added.
         forward: measures `x`, such as `array_figures`.
         backward: measures the gradient of `x`.
     """

@@ -26,6 +26,9 @@ from trainer.files import (
     write_atomically,
 )
 
+# Figures of a tensor that every layer has; those of blocks only some have.
+FIGURE_NAMES = ("exponent", "rms", "underflow", "saturated")
+
 
 class Sample(NamedTuple):
     """A text that a callback, such as `sample`, recorded after `step` steps."""
@@ -81,7 +84,7 @@ def _finite_or_text(value: Any) -> Any:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl; none when there is no file.
 
-    A torn last line is left out.
+    NaN and infinities are text, which `float` reads. A torn last line is left out.
 
     Raises:
       UserError: a damaged line before the last one.
@@ -233,10 +236,6 @@ def _truncate(path: Path, size: int) -> None:
             file.truncate(size)
 
 
-# Figures of a tensor that every layer has; those of blocks only some have.
-COMMON_FIGURES = ("exponent", "rms", "saturated", "underflow")
-
-
 def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Return the row with extremes over the layers in place of each layer's numerics.
 
@@ -258,12 +257,12 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
             short_row[name] = value
     for kind, layers in numerics.items():
         nonzero = [layer for layer in layers.values() if layer.get("rms") != 0]
-        for figure in sorted({*COMMON_FIGURES, *itertools.chain(*layers.values())}):
+        for figure in sorted({*FIGURE_NAMES, *itertools.chain(*layers.values())}):
             is_share = figure not in ("rms", "exponent")
             values = [
                 layer.get(figure, math.nan)
                 for layer in (layers.values() if is_share else nonzero)
-                if figure in layer or figure in COMMON_FIGURES
+                if figure in layer or figure in FIGURE_NAMES
             ]
             if values:
                 name = f"numerics/{kind}/{figure}"

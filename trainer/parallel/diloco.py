@@ -64,7 +64,8 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, np.nan], np.float32)  # by code
 # `seed ^ (k * REPLICA_STREAM mod 2^32)`: no other constant may equal such a product.
 REPLICA_STREAM, SENT_STREAM = 0x9E3779B1, 0xB5297A4D
 PIECE_STREAM, PARTICIPANT_STREAM = 0x85EBCA77, 0x27D4EB2F
-# The counter of random bits is `replica index * MAX_ARRAYS + tensor index`.
+# More than the arrays of any model: the counters of random bits, `replica index *
+# MAX_ARRAYS + tensor index`, are different for all tensors of all replicas.
 MAX_ARRAYS = 2**16
 
 
@@ -118,7 +119,6 @@ class DiLoCoSettings(NamedTuple):
             step // self.sync_every + PARTICIPANT_STREAM,
             jnp.arange(self.num_replicas),
         )[:, 0]
-        # The place of each replica in the order of their random words.
         rank = jnp.argsort(jnp.argsort(words))
         return rank < self.participants
 
@@ -137,7 +137,7 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def shared_scales(tensors: Sequence[jax.Array], fmt: FloatFormat) -> jax.Array:
+def common_scales(tensors: Sequence[jax.Array], fmt: FloatFormat) -> jax.Array:
     """Return the power of two that puts each tensor's amax over all devices into the
     top binade of a format, FP32 [tensors].
 
@@ -237,7 +237,7 @@ def sync(
         return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
     contributions = [only_participating(x) for x in tensors]
-    scales = shared_scales(contributions, fmt)
+    scales = common_scales(contributions, fmt)
 
     def encode_tensor(tensor: int, x: jax.Array) -> jax.Array:
         flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
@@ -304,13 +304,13 @@ def mean_of_pieces(
     fmt = FORMATS[settings.format]
     mean_fmt = MEAN_FORMATS[settings.format]
     local_replicas = sent.shape[0]
-    sent = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % settings.num_replicas))).reshape(
-        local_replicas, settings.num_replicas, -1
+    padded = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % settings.num_replicas)))
+    sent_RxKxm = padded.reshape(local_replicas, settings.num_replicas, -1)
+    received_KxRxm = lax.all_to_all(
+        sent_RxKxm, REPLICA, split_axis=1, concat_axis=0, tiled=True
     )
-    # [K, R, m]
-    received = lax.all_to_all(sent, REPLICA, split_axis=1, concat_axis=0, tiled=True)
     summands = [
-        jnp.where(participating[k], decode(received[k], fmt), 0)
+        jnp.where(participating[k], decode(received_KxRxm[k], fmt), 0)
         for k in range(settings.num_replicas)
     ]
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / settings.participants)

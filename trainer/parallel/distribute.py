@@ -384,7 +384,8 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
 
         def on_device(tree: Any) -> jax.Array:
             sums = squared_norms_of_arrays(tree)
-            # One all-gather for all arrays that are split over the same axes.
+            # The sums are scalars, whose all-gathers take their latency: arrays that
+            # are split over the same axes share one.
             groups: dict[tuple[str, ...], list[int]] = {}
             for i, spec in enumerate(jax.tree.leaves(specs)):
                 groups.setdefault(mesh_axes(spec), []).append(i)

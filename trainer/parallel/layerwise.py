@@ -36,7 +36,10 @@ from trainer.parallel.sharding import data_specs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerArray:
-    """How one array of each layer is sent. It is a static argument: equal to itself.
+    """How one array of each layer is sent.
+
+    Composites take it as a static argument, so it needs a hash: that of its identity,
+    since the dictionaries in `comm` have none.
 
     Attributes:
       spec: how a layer's array is split.

@@ -30,8 +30,8 @@ class LeafProgram:
     Attributes:
       jaxpr: the equations; it has no constants.
       signature: the equations as a value; see `signature_of`.
-      key_impls: for each argument, the implementation of the PRNG keys whose data it
-        is; None: it is no such data.
+      key_impls: the PRNG implementation of each argument that holds the data of keys;
+        None for the other arguments.
     """
 
     jaxpr: Any = dataclasses.field(compare=False)
@@ -88,15 +88,15 @@ class Trace:
         Its arguments are given arrays and PRNG keys. `through_keys`: the operations
         that compute the keys are among the equations.
         """
-        numbers, pending = set[int](), variables(outputs)
+        indices, pending = set[int](), variables(outputs)
         while pending:
             x = pending.pop()
-            number = self._producers.get(x)
+            index = self._producers.get(x)
             is_argument = is_key(x.aval) and not through_keys
-            if number is not None and number not in numbers and not is_argument:
-                numbers.add(number)
-                pending += variables(self._eqns[number].invars)
-        eqns = [self._eqns[number] for number in sorted(numbers)]
+            if index is not None and index not in indices and not is_argument:
+                indices.add(index)
+                pending += variables(self._eqns[index].invars)
+        eqns = [self._eqns[index] for index in sorted(indices)]
         used = variables([*(x for eqn in eqns for x in eqn.invars), *outputs])
         computed = {x for eqn in eqns for x in eqn.outvars}
         arguments = [x for x in dict.fromkeys(used) if x not in computed]
@@ -135,7 +135,8 @@ def evaluate_leafwise(
         compiled = jitted(program, tuple(placed[i] for i in group))
         results = compiled(*(arguments[x][0] for x in jaxpr.invars))
         if len(placed[group[0]].device_set) > 1:
-            # Padding may communicate, and many small programs that do can deadlock.
+            # A program of several devices may communicate, as a padded array does. Many
+            # such programs in flight can deadlock.
             jax.block_until_ready(results)
         for i, leaf in zip(group, results, strict=True):
             leaves[i] = leaf
@@ -174,8 +175,8 @@ def outputs_by_shared_array(trace: Trace) -> list[list[int]]:
         for eqn in trace.jaxpr_of([output]).eqns:
             for x in eqn.outvars:
                 if x.aval.size > 1:
-                    first, last = sorted((root(i), root(first_uses.setdefault(x, i))))
-                    parents[last] = first
+                    roots = root(i), root(first_uses.setdefault(x, i))
+                    parents[max(roots)] = min(roots)  # groups are in order of outputs
     groups: dict[int, list[int]] = {}
     for i in range(len(parents)):
         groups.setdefault(root(i), []).append(i)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the tokenizers of `trainer.data` take long to import
 # Mesh axes over which a replica's batch is split.
 BATCH_AXES = ("data", "fsdp")
 REPLICATED = PartitionSpec()
-# The outermost mesh axis of a run with DiLoCo.
+# Outermost, so that the devices of a replica are neighbors: replicas sync rarely.
 REPLICA = "replica"
 
 

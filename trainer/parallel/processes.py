@@ -137,7 +137,7 @@ def check_same_content(contents: Mapping[str, Any]) -> None:
         )
 
 
-MESSAGE_BYTES = 1000  # size of the message that process 0 broadcasts
+MESSAGE_BYTES = 1000  # a broadcast array has the same shape in all processes
 
 
 @contextlib.contextmanager

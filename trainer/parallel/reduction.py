@@ -117,7 +117,7 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
 
 def mean_over_devices(
     x: jax.Array,
-    split: int | None,
+    scatter_axis: int | None,
     fmt: FloatFormat,
     *,
     deterministic: bool,
@@ -129,7 +129,7 @@ def mean_over_devices(
 
     Args:
       x: this device's data, FP32.
-      split: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
+      scatter_axis: the axis that is reduce-scattered over `fsdp`; None: all-reduce.
       fmt: format of the sent data.
       deterministic: whether FP32 data is summed in the order of the devices.
       seed: seed of stochastic rounding.
@@ -140,34 +140,41 @@ def mean_over_devices(
     devices = lax.axis_size(BATCH_AXES)
     if fmt is FP32 and not deterministic:
         x = reshard(x)
-        if split is None:
+        if scatter_axis is None:
             return lax.psum(x, BATCH_AXES) / devices
-        part = lax.psum_scatter(x, "fsdp", scatter_dimension=split, tiled=True)
+        part = lax.psum_scatter(x, "fsdp", scatter_dimension=scatter_axis, tiled=True)
         # XLA runs a psum over one device as a collective, too.
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
     scale = common_scale(x, fmt)
     data = reshard(quantize(x * (1 / scale), fmt, seed, leaf_index))
-    mean = mean_by_all_to_all(data, split, fmt, seed=seed, leaf_index=leaf_index)
+    mean = mean_by_all_to_all(data, scatter_axis, fmt, seed=seed, leaf_index=leaf_index)
     return mean * scale
 
 
 def mean_by_all_to_all(
-    x: jax.Array, split: int | None, fmt: FloatFormat, *, seed: Any, leaf_index: Any
+    x: jax.Array,
+    scatter_axis: int | None,
+    fmt: FloatFormat,
+    *,
+    seed: Any,
+    leaf_index: Any,
 ) -> jax.Array:
     """Return `mean_over_devices` of data in a format, by all-to-all and all-gather."""
     devices = lax.axis_size(BATCH_AXES)
-    parts = 1 if split is None else lax.axis_size("fsdp")
+    parts = 1 if scatter_axis is None else lax.axis_size("fsdp")
     devices_per_part = devices // parts
-    gather_axes = BATCH_AXES if split is None else "data"
+    gather_axes = BATCH_AXES if scatter_axis is None else "data"
     # Device (data d, fsdp f) sums piece d of part f, then gathers part f over `data`.
-    # Without `split` there is one part, and every device sums a piece of it.
+    # Without `scatter_axis` there is one part, and every device sums a piece of it.
     shape = list(x.shape)
-    if split is not None:
-        shape[split] //= parts
+    if scatter_axis is not None:
+        shape[scatter_axis] //= parts
         x = jnp.moveaxis(
-            x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0
+            x.reshape(*x.shape[:scatter_axis], parts, -1, *x.shape[scatter_axis + 1 :]),
+            scatter_axis,
+            0,
         )
     flat_parts = x.reshape(parts, -1)
     size = flat_parts.shape[1]

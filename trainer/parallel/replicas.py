@@ -156,8 +156,8 @@ def initial_outer_state(params: Any, outer: OuterOptimizer) -> tuple[Any, Any]:
 def with_outer_state(state: TrainState, outer: OuterOptimizer) -> TrainState:
     """Return a state with the residuals and the momentum that `outer` uses.
 
-    Missing ones start at zero, unused ones are dropped. The state must already have as
-    many replicas.
+    Missing ones start at zero, unused ones are dropped. The state must already have the
+    number of replicas of `outer.settings`.
     """
     replicas = state.diloco
     assert replicas is not None
@@ -390,20 +390,20 @@ class Fragment(NamedTuple):
 
     indices: list[int]
 
-    def take(self, whole: Any) -> list[Any]:
+    def take(self, values: Any) -> list[Any]:
         """Return the tensors of a tree; None for each if the tree is empty."""
         # Residuals and momentum that the run does not use are ().
-        leaves = tree.leaves(whole)
+        leaves = tree.leaves(values)
         return [leaves[i] if leaves else None for i in self.indices]
 
-    def put(self, whole: Any, new: Sequence[Any]) -> Any:
+    def put(self, values: Any, new: Sequence[Any]) -> Any:
         """Return a tree with new tensors; an empty one is returned unchanged."""
-        leaves = tree.leaves(whole)
+        leaves = tree.leaves(values)
         if not leaves:
-            return whole
+            return values
         for i, x in zip(self.indices, new, strict=True):
             leaves[i] = x
-        return tree.structure_of(whole).unflatten(leaves)
+        return tree.structure_of(values).unflatten(leaves)
 
 
 def outer_gradient(p: Any, replica_p: Any, residual: Any) -> jax.Array:
@@ -421,13 +421,13 @@ def outer_gradient(p: Any, replica_p: Any, residual: Any) -> jax.Array:
 
 
 def make_sync(
-    fragment: int, mesh: Mesh, outer: OuterOptimizer
+    index: int, mesh: Mesh, outer: OuterOptimizer
 ) -> Callable[[TrainState, jax.Array, jax.Array], TrainState]:
     """Return the sync of a fragment and the outer update: `(state, steps taken, seed)
     -> state`.
 
     Args:
-      fragment: index of the fragment.
+      index: index of the fragment.
       mesh: the device mesh.
       outer: the outer optimizer, and the parameters of which this is a fragment.
     """
@@ -442,18 +442,19 @@ def make_sync(
         params = outer.select_trained(state.params)
         replica_params = outer.select_trained(states.params)
         sizes = [p.size for p in tree.leaves(params)]
-        tensors = Fragment(fragments_of(sizes, settings.fragments)[fragment])
-        residuals = tensors.take(replicas.residuals)
-        outer_gradients = list(
-            map(
-                outer_gradient,
-                tensors.take(params),
-                tensors.take(replica_params),
+        fragment = Fragment(fragments_of(sizes, settings.fragments)[index])
+        residuals = fragment.take(replicas.residuals)
+        outer_gradients = [
+            outer_gradient(p, replica_p, residual)
+            for p, replica_p, residual in zip(
+                fragment.take(params),
+                fragment.take(replica_params),
                 residuals,
+                strict=True,
             )
-        )
-        specs = tensors.take(data_specs(params, mesh, outer.roles))
-        result = sync_over(mesh, specs, settings, tensors.indices)(
+        ]
+        specs = fragment.take(data_specs(params, mesh, outer.roles))
+        result = sync_over(mesh, specs, settings, fragment.indices)(
             outer_gradients, seed, step
         )
         # A mean that is not finite changes nothing: the replicas continue from the
@@ -467,37 +468,37 @@ def make_sync(
                 result.residuals,
                 result.scales,
                 residuals,
-                tensors.take(replicas.momentum),
+                fragment.take(replicas.momentum),
                 strict=True,
             )
         ]
         updates, new_residuals, new_momenta = zip(*new, strict=True)
         new_params = weights.apply_updates(
-            tensors.take(params),
+            fragment.take(params),
             [-settings.lr * update for update in updates],
             rounding=outer.rounding,
             seed=seed ^ jnp.uint32(OUTER_STREAM),
             step=step,
             accept=accept,
-            leaf_indices=tensors.indices,
+            leaf_indices=fragment.indices,
         )
         new_replica_params = repeat_for_replicas(new_params, settings.num_replicas)
         states = dataclasses.replace(
             states,
             params=with_subtree(
-                states.params, tensors.put(replica_params, new_replica_params)
+                states.params, fragment.put(replica_params, new_replica_params)
             ),
         )
         # `scaling` is for readers of the outer weights, such as an evaluation; each
         # replica keeps its own in `states`.
         return dataclasses.replace(
             state,
-            params=with_subtree(state.params, tensors.put(params, new_params)),
+            params=with_subtree(state.params, fragment.put(params, new_params)),
             scaling=jax.tree.map(lambda x: jnp.max(x, axis=0), states.scaling),
             diloco=Replicas(
                 states,
-                tensors.put(replicas.residuals, new_residuals),
-                tensors.put(replicas.momentum, new_momenta),
+                fragment.put(replicas.residuals, new_residuals),
+                fragment.put(replicas.momentum, new_momenta),
             ),
         )
 

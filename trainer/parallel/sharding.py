@@ -45,7 +45,7 @@ def partition_spec(
     axes: list[Any] = [None] * len(shape)
     if role is None:
         return PartitionSpec(*axes)
-    first_axis = int(role.stacked)  # the axis of stacked layers is not split
+    first_axis = int(role.stacked)  # not that of layers, which a scan slices
     local_shape = list(shape)
     if sizes["tensor"] > 1 and role.split is not None:
         # `role.split` counts from the end: -1 is the last axis. A factored moment may
@@ -86,10 +86,10 @@ def map_specs(
 ) -> Any:
     """Apply `fun` to every array of a tree and its `partition_spec`.
 
-    A `Packed` tree stays packed; its scales are one array. Arrays of DiLoCo replicas
-    have a leading axis, which is split over the mesh axis REPLICA. Their scalars are
-    scales of parameters, which all replicas share. `roles` are those of the parameters;
-    see `roles.role_of`.
+    A `Packed` tree stays packed: `fun` is given the array of all its scales as well.
+    Arrays of DiLoCo replicas have a leading axis, which is split over the mesh axis
+    REPLICA. Their scalars are scales of parameters, which all replicas share. `roles`
+    are those of the parameters; see `roles.role_of`.
     """
     sizes = dict(mesh.shape)
 

@@ -2,5 +2,6 @@
 scaling methods.
 
 Read `fields`, `policy` and `methods` first, which need no JAX. `arrays` applies a
-policy to arrays, `dots` has the products, `gradients` the differentiation.
+policy to arrays, `dots` has the products, `blocks` those with scales of blocks,
+`gradients` the differentiation.
 """

@@ -25,7 +25,8 @@ from trainer.precision.dots import (
 from trainer.precision.fields import DTYPES
 from trainer.precision.policy import Policy
 
-# The scale of weights for which a program is compiled before they exist.
+# A step may be compiled before the weights exist. Static scales are constants of the
+# program, so it is compiled for this one.
 ASSUMED_SCALE = 2.0**-6
 
 
@@ -135,8 +136,7 @@ def dot_general_for(
     def dot_general(path: str) -> Dot:
         backward = policy.backward_of(path)
         if path not in chosen or policy.forward is None or backward is None:
-            is_wide = policy.weight_grad == "fp32"
-            if is_wide:
+            if policy.weight_grad == "fp32":
                 return wide_gradient_dot
             return narrow_gradient_dot
         dot: Dot
@@ -220,7 +220,7 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
         if not narrow(path):
             return grad
         if is_scaled_array(grad):
-            # At its expected scale, which is off by a few octaves at most.
+            # Not measured again: the expected scale is off by a few octaves at most.
             return grad.astype(fmt.dtype)
         if policy.scaled:  # a mean over micro-batches
             return as_scaled_array(grad, dtype=fmt.dtype)
@@ -230,7 +230,7 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
 
 
 def cast_for_all_gather(
-    p: Any, policy: Policy, *, kernel: bool, narrow: bool, factor: bool
+    p: Any, policy: Policy, *, is_kernel: bool, is_narrow: bool, scaled_rows: bool
 ) -> Any:
     """Return a parameter in the format of its all-gather, rounded as its first use
     would round it.
@@ -238,15 +238,16 @@ def cast_for_all_gather(
     Args:
       p: the parameter.
       policy: the precision.
-      kernel: whether it is that of a linear layer.
-      narrow: whether that layer's matmul is FP8.
-      factor: whether the batch scales its rows before they are rounded to FP8.
+      is_kernel: whether it is the kernel of a linear layer.
+      is_narrow: whether that layer's matmul is FP8.
+      scaled_rows: whether its rows are multiplied by factors computed from the batch
+        before they are rounded: rounded here, they would be rounded twice.
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
         in_fp8 = (
-            narrow
-            and not factor
+            is_narrow
+            and not scaled_rows
             and not policy.simulate
             and not policy.method.has_blocks
             and policy.casts_operands_as_they_are
@@ -256,7 +257,7 @@ def cast_for_all_gather(
         return p
     # Gains, tables and biases are used in FP32; FP8 kernels get their scale from the
     # weights themselves.
-    if kernel and not narrow:
+    if is_kernel and not is_narrow:
         return p.astype(DTYPES[policy.compute])
     return p
 

@@ -53,7 +53,8 @@ from scalify_core.ops.matmul import Rounded, dot_fp8, rounded_product
 from trainer.precision.dots import check_matrices, hadamard
 
 FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
-# The largest E4M3 scale at 6: 1.5 times it, at 4, is a number of E4M3 too [4].
+# The largest scale of a block whose amax is put at 6. The scale that puts it at 4 is
+# 1.5 times as large: 384 is an E4M3 number, 1.5 * 448 overflows [4].
 FOUR_OVER_SIX_MAX = 256.0
 HADAMARD = 16
 MX_BLOCK = 32
@@ -122,8 +123,8 @@ class BlockMatrix(NamedTuple):
             return exact.astype(dtype)
 
         if self.is_fp8_by_rows and other.is_fp8_by_rows:
-            # BF16 keeps its digits under scales that are powers of two. FP16 would
-            # overflow before it has them.
+            # The scales are powers of two, so a BF16 product keeps its digits. An FP16
+            # product could overflow before the scales are applied.
             wide = jnp.promote_types(dtype, jnp.bfloat16)
             out = dot_fp8(self.data, other.data, LAST_AXES, wide, fast=False)
             return (out * self.scales * other.scales.T).astype(dtype)
@@ -188,7 +189,7 @@ def round_to(x: jax.Array, fmt: FloatFormat) -> jax.Array:
 
 
 def round_on_pow2_scales(
-    x: jax.Array, fmt: FloatFormat, axis: int, length: int
+    x: jax.Array, axis: int, fmt: FloatFormat, length: int
 ) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of `length` along `axis`.
 
@@ -203,24 +204,24 @@ def round_on_pow2_scales(
     return BlockMatrix(round_to(data, fmt), scales)
 
 
-def mx(x: jax.Array, fmt: FloatFormat, axis: int, *, native: bool) -> BlockMatrix:
+def mx(x: jax.Array, axis: int, fmt: FloatFormat, *, native: bool) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of 32 along `axis`, each on a power of two.
 
     `native`: scales are E8M0.
     """
-    out = round_on_pow2_scales(x, fmt, axis, MX_BLOCK)
+    out = round_on_pow2_scales(x, axis, fmt, MX_BLOCK)
     if native:
         out = out._replace(scales=out.scales.astype(jnp.float8_e8m0fnu))
     return out
 
 
-def rowwise(x: jax.Array, fmt: FloatFormat, axis: int) -> BlockMatrix:
+def rowwise(x: jax.Array, axis: int, fmt: FloatFormat) -> BlockMatrix:
     """Round `x` to `fmt`, each row along `axis` on a power of two."""
-    return round_on_pow2_scales(x, fmt, axis, x.shape[axis])
+    return round_on_pow2_scales(x, axis, fmt, x.shape[axis])
 
 
 def deepseek(
-    x: jax.Array, fmt: FloatFormat, axis: int, *, rows: int = 1
+    x: jax.Array, axis: int, fmt: FloatFormat, *, rows: int = 1
 ) -> BlockMatrix:
     """Round `x` to `fmt` in blocks of `rows` x 128, 128 along `axis`, on FP32 scales
     that map each block's largest number to the format's.
@@ -282,8 +283,8 @@ def nvfp4(
       rows: of a block.
       stochastic: the bits are a hash of the position and of all of `x`, so they differ
         between steps, and a repeated step is the same.
-      four_over_six: a block whose numbers rounded to nearest are then closer in mean
-        square has a scale that puts its largest number at 4, not 6 [4].
+      four_over_six: a block's scale puts its largest number at 4 instead of 6 where
+        that has the smaller squared error, rounded to nearest [4].
       native: numbers and scales are in their narrow dtypes.
     """
     bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
@@ -334,28 +335,23 @@ def mx_recipe(
     forward: FloatFormat, backward: FloatFormat, *, native: bool = False
 ) -> Recipe:
     """Return blocks of 32 along the sum [1]."""
-
-    def cast(x: jax.Array, axis: int) -> BlockMatrix:
-        return mx(x, forward, axis, native=native)
-
-    return Recipe(cast, cast, lambda x, axis: mx(x, backward, axis, native=native))
+    cast = functools.partial(mx, fmt=forward, native=native)
+    return Recipe(cast, cast, functools.partial(cast, fmt=backward))
 
 
 def rowwise_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return a scale for each row along the sum."""
-
-    def cast(x: jax.Array, axis: int) -> BlockMatrix:
-        return rowwise(x, forward, axis)
-
-    return Recipe(cast, cast, lambda x, axis: rowwise(x, backward, axis))
+    cast = functools.partial(rowwise, fmt=forward)
+    return Recipe(cast, cast, functools.partial(cast, fmt=backward))
 
 
 def deepseek_recipe(forward: FloatFormat, backward: FloatFormat) -> Recipe:
     """Return blocks of 128 along the sum, and of 128 x 128 for weights [2]."""
+    cast = functools.partial(deepseek, fmt=forward)
     return Recipe(
-        lambda x, axis: deepseek(x, forward, axis),
-        lambda x, axis: deepseek(x, forward, axis, rows=DEEPSEEK_BLOCK),
-        lambda x, axis: deepseek(x, backward, axis),
+        cast,
+        functools.partial(cast, rows=DEEPSEEK_BLOCK),
+        functools.partial(cast, fmt=backward),
     )
 
 
@@ -378,7 +374,6 @@ def nvfp4_recipe(
     )
 
 
-# The figures of an operand's blocks, see `block_figures`.
 BLOCK_FIGURES = ("block_spread", "block_underflow", "block_saturated")
 
 
@@ -389,7 +384,7 @@ def block_figures(x: jax.Array, cast: Cast, axis: int, fmt: FloatFormat) -> jax.
     - block_underflow: the share of blocks whose numbers all become zeros.
     - block_saturated: the share of blocks with a number beyond the format's largest.
 
-    Blocks of zeros do not count. Without others the figures are 0.
+    Blocks of zeros do not count. If all blocks are zeros, the figures are 0.
 
     Args:
       x: a matrix.
@@ -429,8 +424,8 @@ class BlockScaledDot:
     """The product of a linear layer, and the two of its backward pass, with operands
     cast by a recipe.
 
-    Input and kernel are cast once for both passes: between them are their bytes, cast
-    along the axes that the backward pass sums over.
+    The forward pass casts input and kernel twice: along D for its own product, and
+    along N and F for the backward pass, which keeps these bytes only.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -457,7 +452,7 @@ def _rounded_by(recipe: Recipe) -> Rounded:
             operands = (z.astype(recipe.forward_dtype) for z in (x_NxD, w_DxF))
             y_NxF = jnp.matmul(*operands, preferred_element_type=x_NxD.dtype)
         kept_x = recipe.activation(recipe.mix(x_NxD.T), 1)
-        # An empty slice has the dtype of the kernel's gradient.
+        # Only arrays are kept for the backward pass: an empty one carries the dtype.
         return y_NxF, kept_x, (recipe.weight(w_DxF, 1), w_DxF[:0])
 
     def backward(

@@ -82,7 +82,7 @@ class DelayedFp8Dot(nnx.Module):
 
     @property
     def input_scale(self) -> jax.Array:
-        """The scale [1] of the next product's input, whatever it is."""
+        """The scale [1] of the next product's input, from the amax history alone."""
         return self._cast("lhs", jnp.zeros(1, self.dtype))[1]
 
     def _cast(self, tensor: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,8 +181,8 @@ def hadamard(x_NxK: jax.Array, size: int, dtype: Any = None) -> jax.Array:
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
     padded = jnp.pad(x_NxK, ((0, 0), (0, -x_NxK.shape[1] % size)))
     groups = padded.reshape(len(x_NxK), -1, size)
-    # A matrix of ones, divided afterwards: where scales propagate, the scale of a
-    # constant array is 1. In FP32 until then.
+    # Entries of 1 and -1 are exact in every dtype, and fit the scale 1 that scale
+    # propagation gives to constants. The FP32 sums are divided by sqrt(size) instead.
     ones = (signs[:, None] * matrix).astype(x_NxK.dtype)
     mixed = jnp.einsum(
         "ngi,ij->ngj",
@@ -230,6 +230,6 @@ def narrow_gradient_dot(
 ) -> jax.Array:
     """Return `lhs @ rhs` and both gradients in the dtype of `lhs`."""
     check_matrices("narrow_gradient_dot", dims)
-    # Not JAX's own gradient, the transpose of a product: XLA would make it a layout of
-    # the array, and an update of matrices of one shape would read two layouts.
+    # JAX's own gradient of `rhs` transposes a product. XLA turns that transpose into
+    # another layout, and an update of several matrices would have to read two layouts.
     return _matmul(lhs, rhs.astype(lhs.dtype))

@@ -60,8 +60,8 @@ class PrecisionFields:
         simulated); None: `compute`.
       backward: format of the gradient of their output.
       backward_e4m3: patterns of those among the chosen matmuls whose `backward` is
-        e4m3: a digit more and 14 octaves less, where the measured range allows it;
-        None: nowhere.
+        e4m3, where the measured range allows it: one mantissa bit more than e5m2, 14
+        octaves less range; None: nowhere.
       simulate: round FP32 values to `forward` and `backward` instead of multiplying in
         them. A format's name that ends in t, as e4m3t, truncates; in s, rounds
         stochastically; else to nearest.
@@ -72,10 +72,11 @@ class PrecisionFields:
         `trainer.precision.methods.METHODS`.
       weights: storage of the master weights: fp32, bf16 or fp16; scaled arrays where
         the method scales parameters.
-      weights_rounding: of their update: nearest, stochastic, or kahan: to nearest, with
-        the rounding error kept in BF16 beside the weights and added to the next update.
-      weight_grad: of the weights of the chosen matmuls, on its way to the optimizer:
-        fp32, bf16, fp16, e4m3 or e5m2; see `Method.gradient_formats`.
+      weights_rounding: rounding of updated weights: nearest, stochastic, or kahan: to
+        nearest, with the rounding error kept in BF16 beside the weights and added to
+        the next update.
+      weight_grad: format of the gradient of a chosen matmul's weights, on its way to
+        the optimizer: fp32, bf16, fp16, e4m3 or e5m2; see `Method.gradient_formats`.
       mu, nu: storage of the first and second moment: fp32, bf16, fp16, e4m3 or e5m2;
         narrow ones are scaled arrays.
       moments_rounding: auto (see `scalify_core.optim`), nearest or stochastic.
@@ -84,12 +85,12 @@ class PrecisionFields:
       rescale_grads: where scales propagate, the places whose gradient gets the scale of
         its RMS, measured at run time: layer_norm (the input of each) and qkv (queries,
         keys and values of each attention).
-      clip_outliers: operands of the chosen matmuls are clipped to so many times their
-        RMS before the cast; None: no clipping.
-      hadamard: both operands of the chosen matmuls are multiplied before the cast by
-        one random orthogonal matrix in groups of so many channels of their sum, a power
-        of two; None: no transform.
-      amax_history: steps that delayed scaling looks back.
+      clip_outliers: multiple of their RMS to which operands of the chosen matmuls are
+        clipped before the cast; None: no clipping.
+      hadamard: size, a power of two, of the groups of channels along the contracted
+        axis. Both operands of the chosen matmuls are multiplied in these groups by one
+        random orthogonal matrix before the cast; None: no transform.
+      amax_history: number of steps in the amax histories of delayed scaling.
       wide_ends: the shares of the first and of the last blocks, each rounded up to
         whole blocks, whose chosen matmuls stay in `compute`; null: none.
       four_over_six: NVFP4 blocks take the better of two scales; null: false.

@@ -1,4 +1,4 @@
-"""Ways to differentiate a loss: plain, scale-propagated, loss-scaled, or with amax
+"""Ways to differentiate a loss: stateless, scale-propagated, loss-scaled, or with amax
 histories.
 
 `trainer.precision.methods` says which method uses which. Scale propagation is `scalify`
@@ -22,8 +22,7 @@ LossFn = Callable[..., jax.Array]
 ValueAndGrad = Callable[..., tuple[jax.Array, Any, Any]]
 
 FIRST_LOSS_SCALE = 2.0**15
-# After so many finite steps the loss scale doubles.
-GROWTH_STEPS = 2000
+GROWTH_STEPS = 2000  # `growth_interval` of PyTorch's GradScaler
 
 
 class Differentiate(NamedTuple):
@@ -44,30 +43,17 @@ class Differentiate(NamedTuple):
     next_scaling: Callable[[Any, Any, jax.Array], Any]
 
 
-def plain(loss_fn: LossFn) -> Differentiate:
-    """Return the gradient of the function as it is written, without scales."""
-    return Differentiate(
-        tuple,
-        stateless(jax.value_and_grad(loss_fn)),
-        lambda scaling, statistics, finite: scaling,
-    )
-
-
-def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> ValueAndGrad:
-    """Return a function in the form of `Differentiate.value_and_grad`, for methods
-    without state.
-    """
+def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> Differentiate:
+    """Return the `Differentiate` of a method without state."""
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
         loss, grads = value_and_grad(params, *batch)
         return loss, grads, ()
 
-    return call
+    return Differentiate(tuple, call, lambda scaling, statistics, finite: scaling)
 
 
-def propagated(
-    loss_fn: LossFn, policy: PrecisionFields
-) -> Callable[..., tuple[jax.Array, Any]]:
+def propagated(loss_fn: LossFn, policy: PrecisionFields) -> Differentiate:
     """Return loss and gradient on scaled arrays; all data is in the compute dtype."""
     scaled = scalified(jax.value_and_grad(loss_fn), policy)
 
@@ -75,7 +61,7 @@ def propagated(
         loss, grads = scaled(params, *batch)
         return asarray(loss), grads
 
-    return value_and_grad
+    return stateless(value_and_grad)
 
 
 def scalified(fun: Callable[..., Any], policy: PrecisionFields) -> Callable[..., Any]:
@@ -147,8 +133,8 @@ def next_loss_scale(
 def with_histories(loss_fn: LossFn) -> ValueAndGrad:
     """Return the gradient of a loss whose products have amax histories.
 
-    The "gradient" of a history is its next value; where one is used twice, the larger
-    (Flax's `fm32`).
+    The "gradient" of a history is its next value. Flax's type `fm32` makes it the
+    maximum where a history is used twice.
     """
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:

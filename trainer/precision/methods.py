@@ -135,9 +135,11 @@ class Method:
           policy: the precision.
           init_histories: makes the amax histories of the model's products.
         """
-        from trainer.precision.gradients import plain
+        import jax
 
-        return plain(loss_fn)
+        from trainer.precision.gradients import stateless
+
+        return stateless(jax.value_and_grad(loss_fn))
 
     def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
@@ -199,11 +201,9 @@ class Propagated(Method):
         init_histories: Callable[[], Any],
     ) -> "Differentiate":
         """Return the scale-propagated loss and gradient; there is no state."""
-        from trainer.precision.gradients import plain, propagated, stateless
+        from trainer.precision.gradients import propagated
 
-        return plain(loss_fn)._replace(
-            value_and_grad=stateless(propagated(loss_fn, policy))
-        )
+        return propagated(loss_fn, policy)
 
     def transform(
         self, fun: Callable[..., Any], policy: "PrecisionFields"
@@ -309,9 +309,6 @@ class Blocks(Method):
 
     in_products = True
     has_blocks = True
-    multiple = 32
-    products: ClassVar[tuple[tuple[str, str], ...]] = ()
-    capability = (10, 0)  # Blackwell
     # The valid pairs of `forward` and `backward`; None: all.
     formats: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
@@ -367,6 +364,8 @@ class Mx(Blocks):
     """OCP microscaling: blocks of 32, each on a power of two."""
 
     name = "mx"
+    multiple = 32
+    capability = (10, 0)  # Blackwell
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
     kernels = "MXFP8"
 
@@ -387,7 +386,7 @@ class PropagatedMx(Propagated, Mx):
     """Scale propagation, with products of the data in blocks of 32."""
 
     name = "propagate_mx"
-    scales_gradients = Mx.scales_gradients
+    scales_gradients = False  # as in Mx, whose presets have E4M3 gradients everywhere
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit either method."""
@@ -399,10 +398,7 @@ class Rowwise(Blocks):
     """A power of two for each row of an operand, along the sum."""
 
     name = "rowwise"
-    multiple = Method.multiple
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
-    kernels = Method.kernels
-    capability = Method.capability
 
     def recipe(
         self,
@@ -421,6 +417,7 @@ class DeepSeek(Blocks):
     """Blocks of 128, of weights 128 x 128, each on an FP32 scale; simulated."""
 
     name = "deepseek"
+    products = ()
 
     def recipe(
         self,
@@ -442,6 +439,8 @@ class Nvfp4(Blocks):
     """
 
     name = "nvfp4"
+    multiple = 32
+    capability = (10, 0)  # Blackwell
     formats = (("e2m1", "e2m1"), ("bf16", "e2m1"))
     products = formats
     kernels = "NVFP4"

@@ -167,9 +167,9 @@ class Policy(PrecisionFields):
         return ()
 
     @property
-    def logical(self) -> np.dtype:
-        """The dtype that the model is written in: under `scalify` every array looks
-        like FP32.
+    def model_dtype(self) -> np.dtype:
+        """The dtype in which the model's code computes: under `scalify` every array
+        looks like FP32.
         """
         return DTYPES["fp32" if self.scaled else self.compute]
 

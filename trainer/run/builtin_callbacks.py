@@ -16,7 +16,7 @@ from trainer.files import well_formed
 from trainer.observe.records import read_rows
 from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
-from trainer.run.metadata import Totals
+from trainer.run.totals import Totals
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
@@ -39,7 +39,7 @@ def numerics(
 ) -> Callback:
     """Return the callback of per-layer numerics.
 
-    `measure` takes the state, a batch and that batch's step.
+    `measure` takes the state, a batch, and its step as in `StepInputs`.
     """
     return Callback(
         "numerics",

@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
 from trainer.errors import UserError
 from trainer.files import (
@@ -39,18 +40,18 @@ from trainer.files import (
 )
 from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
 from trainer.run.checkpoint_manifest import (
-    ALTERED,
+    MANIFEST_DAMAGED,
+    BestCheckpoint,
     CheckpointManifest,
     best_step,
     check_not_removed,
-    comparable_loss,
-    digest_of,
     intact_manifest,
+    manifest_file,
+    manifest_loss,
     metrics_of,
+    orbax_loss,
     sealed,
     store_metrics,
-    stored_loss,
-    validation_loss,
 )
 from trainer.run.metadata import (
     ADVICE,
@@ -105,9 +106,7 @@ class Checkpointer:
     Args:
       directory: made if missing. Raises UserError if it cannot be written.
       keep: number of newest checkpoints to keep.
-      keep_best: whether to keep the one with the lowest validation loss too.
-      validation_rows: sequences of a validation batch, for `keep_best`; None: losses of
-        any number are compared.
+      keep_best: whether to keep the one of `best_step` too.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -118,29 +117,23 @@ class Checkpointer:
         *,
         keep: int = 1,
         keep_best: bool = False,
-        validation_rows: int | None = None,
         read_only: bool = False,
     ) -> None:
         self.directory = directory.resolve()
         self._read_only = read_only
-        self._saving: int | None = None
+        self._saving_step: int | None = None
         self._has_failed = False
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        newest, loss = LatestN(keep), comparable_loss(validation_rows)
-        # BestN keeps the last of its sorting; `reverse` puts the lowest loss there.
-        best = BestN(
-            get_metric_fn=loss,
-            reverse=True,
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
+        newest = LatestN(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=(
-                AnyPreservationPolicy([newest, best]) if keep_best else newest
+                AnyPreservationPolicy([newest, BestCheckpoint()])
+                if keep_best
+                else newest
             ),
-            best_fn=loss,  # makes Orbax store the metrics
+            best_fn=itemgetter("val_loss"),  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
             read_only=read_only,  # overrides the line above
@@ -172,7 +165,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps of committed checkpoints, ascending."""
-        return sorted(s for s in self._manager.all_steps() if s != self._saving)
+        return sorted(s for s in self._manager.all_steps() if s != self._saving_step)
 
     @property
     def best_step(self) -> int | None:
@@ -247,7 +240,7 @@ class Checkpointer:
             state=ocp.args.PyTreeSave(stored),
             manifest=ocp.args.JsonSave(sealed(manifest)),
         )
-        self._saving = step
+        self._saving_step = step
         try:
             self._manager.save(
                 step,
@@ -267,7 +260,7 @@ class Checkpointer:
         `unfinished`, and add only the loss, which was measured before the change.
         """
         folder = self.directory / str(step)
-        file = folder / "manifest" / "metadata"
+        file = manifest_file(folder)
         saved = parse_json(read_file(file))
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
@@ -279,7 +272,7 @@ class Checkpointer:
         if saved["leaves"] != manifest["leaves"]:
             manifest = saved
         completed = sealed({**manifest, "val_loss": val_loss})
-        self._saving = step
+        self._saving_step = step
         try:
             if jax.process_index() == 0:
                 if val_loss is not None:
@@ -287,27 +280,27 @@ class Checkpointer:
                 write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
-        self._saving = None
+        self._saving_step = None
         multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
         self._manager.reload()
 
     def check(self) -> None:
         """Raise the UserError of a background save that has failed, without waiting."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._saving_step is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the background save is committed; raise UserError if it failed."""
-        if self._saving is None:
+        if self._saving_step is None:
             return
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # anything may have stopped the background thread
             raise self._save_error(error) from error
-        self._saving = None
+        self._saving_step = None
 
     def _save_error(self, error: Exception) -> UserError:
-        step, self._saving, self._has_failed = self._saving, None, True
+        step, self._saving_step, self._has_failed = self._saving_step, None, True
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
@@ -361,7 +354,7 @@ class Checkpointer:
             tree = target(manifest.meta) if callable(target) else target
             self._check_match(candidate, tree, manifest.leaves, partial=partial)
             check_size(self.directory / str(candidate), tree)
-            state = self._arrays(candidate, tree, manifest.leaves)
+            state = self._read_state(candidate, tree, manifest.leaves)
             return Restored(candidate, state, manifest.meta)
 
         if candidates is None:
@@ -405,16 +398,15 @@ class Checkpointer:
                 return read(step)
             except DamagedCheckpointError as damage:
                 path = self.directory / str(step)
-                problem = f"checkpoint {step} is damaged ({damage})"
                 if is_required:
                     check_not_removed(path)
                     raise UserError(
-                        f"{problem}; use another one, or remove {path}"
+                        f"checkpoint {step} is damaged ({damage}); use another one, or"
+                        f" remove {path}"
                     ) from damage
                 # The run will save this step again, so one process moves it away.
                 if self._read_only or jax.process_index() == 0:
-                    effect = "using the one before it"
-                    self._set_aside(path, str(step), problem, effect)
+                    self._set_checkpoint_aside(path, str(damage))
                 multihost_utils.sync_global_devices(f"checkpoint {step} is set aside")
                 self._manager.reload()
         raise UserError(
@@ -435,28 +427,24 @@ class Checkpointer:
         for folder in folders:
             if not folder.name.isdecimal():
                 continue
-            manifest, problem = intact_manifest(folder), None
-            if not _has_metadata(folder):
-                problem = "its metadata is unreadable"
+            manifest = intact_manifest(folder)
+            if not _has_commit_time(folder):
+                self._set_checkpoint_aside(folder, "its metadata is unreadable")
             elif manifest is None and not self._read_only:
-                problem = ALTERED
-            if problem is not None:
-                problem = f"checkpoint {folder.name} is damaged ({problem})"
-                effect = "using the one before it"
-                self._set_aside(folder, folder.name, problem, effect)
+                self._set_checkpoint_aside(folder, MANIFEST_DAMAGED)
             else:
+                # A reader reports an altered manifest when it needs that step.
                 self._check_loss(folder, manifest or {})
         multihost_utils.sync_global_devices("checkpoints are readable")
 
     def _check_loss(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """Compare Orbax's file of the validation loss with the manifest.
+        """Restore Orbax's file of the validation loss if it differs from the manifest.
 
-        Restore it from there. Move it away if the manifest has no loss.
+        If the manifest has no loss, move the file away.
         """
-        loss = stored_loss(folder)
-        if loss == manifest.get("val_loss", loss):
+        loss, expected = orbax_loss(folder), manifest_loss(folder, manifest)
+        if loss == expected:
             return
-        expected = validation_loss(folder, manifest)
         step = folder.name
         if self._read_only and loss is None:
             return  # `best_step` takes it from the manifest
@@ -471,6 +459,10 @@ class Checkpointer:
             " restored from its manifest",
             step,
         )
+
+    def _set_checkpoint_aside(self, folder: Path, damage: str) -> None:
+        problem = f"checkpoint {folder.name} is damaged ({damage})"
+        self._set_aside(folder, folder.name, problem, "using the one before it")
 
     def _set_aside(self, path: Path, name: str, problem: str, effect: str) -> None:
         """Move a damaged directory to `damaged/NAME-0`, or to the next free number.
@@ -490,23 +482,10 @@ class Checkpointer:
         logger.warning("%s: moved to %s, %s", problem, moved, effect)
 
     def _read_manifest(self, step: int) -> CheckpointManifest:
-        try:
-            manifest = self._manager.restore(
-                step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
-            )["manifest"]
-            intact = (
-                manifest.pop("digest") == digest_of(manifest)
-                and manifest["step"] == step > 0  # no checkpoint has step 0
-                and "format" in manifest
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # a damaged file can raise anything
-            raise DamagedCheckpointError(
-                f"manifest unreadable: {type(error).__name__}"
-            ) from error
-        if not intact:
-            raise DamagedCheckpointError(ALTERED)
+        manifest = intact_manifest(self.directory / str(step))
+        # No checkpoint has step 0.
+        if manifest is None or not manifest["step"] == step > 0:
+            raise DamagedCheckpointError(MANIFEST_DAMAGED)
         if manifest["format"] not in READABLE:
             raise UserError(
                 f"checkpoint {step} in {self.directory} has format"
@@ -516,17 +495,17 @@ class Checkpointer:
         where = f"checkpoint {step} in {self.directory}"
         with well_formed(where, ADVICE):
             current = as_current(manifest)
-        meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
+            meta, leaves = validate_metadata(current["meta"], current["leaves"], where)
         return CheckpointManifest(step, meta, leaves)
 
     def _check_match(
-        self, step: int, target: Any, saved: dict[str, dict[str, Any]], *, partial: bool
+        self, step: int, target: Any, saved_leaves: dict[str, Any], *, partial: bool
     ) -> None:
         """Raise UserError if the target differs from the saved leaves. Orbax itself
         would cast dtypes silently.
         """
         difference = state_tree.mismatch(
-            state_tree.describe(target), saved, partial=partial
+            state_tree.describe(target), saved_leaves, partial=partial
         )
         if difference is not None:
             raise UserError(
@@ -534,14 +513,14 @@ class Checkpointer:
                 " the configuration it was saved with"
             )
 
-    def _arrays(self, step: int, target: Any, saved: dict[str, dict[str, Any]]) -> Any:
+    def _read_state(self, step: int, target: Any, saved_leaves: dict[str, Any]) -> Any:
         names = state_tree.leaf_names(target)
         leaves, structure = jax.tree.flatten(target)
-        placed = {
+        abstract = {
             name: _abstract(leaf) for name, leaf in zip(names, leaves, strict=True)
         }
-        stored_names = {name: saved[name].get(STORED_AS, name) for name in names}
-        stored = {stored_names[name]: x for name, x in placed.items() if x.size}
+        stored_names = {name: saved_leaves[name].get(STORED_AS, name) for name in names}
+        stored = {stored_names[name]: x for name, x in abstract.items() if x.size}
         args = ocp.args.PyTreeRestore(
             stored,
             restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -554,7 +533,7 @@ class Checkpointer:
                 name: items["state"][stored_names[name]]
                 if x.size
                 else jnp.zeros(x.shape, x.dtype, device=x.sharding)
-                for name, x in placed.items()
+                for name, x in abstract.items()
             }
             computed = checksums([arrays[name] for name in names])
         except (UserError, ImportError, MemoryError, jax.errors.JaxRuntimeError):
@@ -564,19 +543,19 @@ class Checkpointer:
                 f"state unreadable: {type(error).__name__}"
             ) from error
         for name, checksum in zip(names, computed, strict=True):
-            if checksum != saved[name]["checksum"]:
+            if checksum != saved_leaves[name]["checksum"]:
                 raise DamagedCheckpointError(f"{name} is not what was saved")
         for name, leaf in zip(names, leaves, strict=True):
             if state_tree.is_key(leaf):
-                impl = saved[name]["impl"]
+                impl = saved_leaves[name]["impl"]
                 arrays[name] = jax.random.wrap_key_data(arrays[name], impl=impl)
         state = jax.tree.unflatten(structure, [arrays[name] for name in names])
         state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
         return state
 
 
-def _has_metadata(folder: Path) -> bool:
-    """Return whether Orbax can read the time at which a checkpoint was committed."""
+def _has_commit_time(folder: Path) -> bool:
+    """Return whether Orbax, which sorts checkpoints by it, can read the time."""
     try:
         step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
         return step.commit_timestamp is not None

@@ -7,14 +7,14 @@ manifest, under its digest, decides which one is the best.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 from trainer.files import parse_json, read_file, write_atomically
 
-ALTERED = "manifest altered since it was written"
+MANIFEST_DAMAGED = "its manifest is missing, unreadable or altered"
 ROWS = "rows"
 
 
@@ -44,23 +44,30 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "digest": digest_of(content)}
 
 
+def manifest_file(folder: Path) -> Path:
+    """Return Orbax's file of a checkpoint's manifest."""
+    return folder / "manifest" / "metadata"
+
+
 def intact_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a checkpoint; None if it is unreadable or altered."""
+    """Return the manifest of a checkpoint, without its digest.
+
+    None: it is missing, unreadable or altered.
+    """
     try:
-        manifest: dict[str, Any] = parse_json(
-            read_file(folder / "manifest" / "metadata")
-        )
+        manifest: dict[str, Any] = parse_json(read_file(manifest_file(folder)))
         is_intact = manifest.pop("digest") == digest_of(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     has_meta = isinstance(manifest.get("meta"), dict)
-    return manifest if is_intact and has_meta else None
+    has_keys = {"step", "format"} <= manifest.keys()
+    return manifest if is_intact and has_meta and has_keys else None
 
 
-def stored_loss(folder: Path) -> float | None:
-    """Return the validation loss in Orbax's file, by which the best checkpoint is kept.
+def orbax_loss(folder: Path) -> float | None:
+    """Return the validation loss in Orbax's file of the metrics.
 
-    None: there is no file. NaN: it is damaged.
+    None: there is no file. NaN: the file is damaged.
     """
     try:
         loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
@@ -72,7 +79,7 @@ def stored_loss(folder: Path) -> float | None:
 
 
 def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return what Orbax stores of a validation; None: there was none."""
+    """Return the metrics that Orbax stores; None: there was no validation."""
     if manifest["val_loss"] is None:
         return None
     rows = validation_rows(manifest)
@@ -86,39 +93,65 @@ def validation_rows(manifest: Mapping[str, Any]) -> int | None:
 
 
 def store_metrics(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write Orbax's file of a validation."""
+    """Write Orbax's file of the metrics."""
     (folder / "metrics").mkdir(exist_ok=True)
     text = json.dumps(metrics_of(manifest))
     write_atomically(folder / "metrics" / "metrics", text)
 
 
-def comparable_loss(rows: int | None) -> Callable[[Mapping[str, float]], float]:
-    """Return the function of `metrics_of` by which Orbax keeps the best checkpoint: the
-    loss, or infinity if another number of `rows` was read. None: of any number.
+def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
+    """Return the validation loss in a checkpoint's manifest; None: it has none.
+
+    Manifests of earlier versions lack the key: then Orbax's file has the loss.
     """
-
-    def loss(metrics: Mapping[str, float]) -> float:
-        is_comparable = rows is None or metrics.get(ROWS, rows) == rows
-        return metrics["val_loss"] if is_comparable else math.inf
-
-    return loss
-
-
-def validation_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
-    """Return the validation loss of a checkpoint by its manifest; None: it has none.
-
-    Manifests of earlier versions lack the key, and Orbax's file is believed.
-    """
-    loss = manifest.get("val_loss", stored_loss(folder))
+    loss = manifest.get("val_loss", orbax_loss(folder))
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def best_step(directory: Path, steps: Iterable[int]) -> int | None:
-    """Return the step whose manifest has the lowest validation loss, of equal ones the
-    newest; None: no step has one.
+class Validation(NamedTuple):
+    """The validation of a checkpoint: step, loss in nats, and the sequences of a batch;
+    None: an earlier version saved it.
+    """
+
+    step: int
+    loss: float
+    rows: int | None
+
+
+def best_of(validations: Sequence[Validation]) -> int | None:
+    """Return the step of the lowest loss, of equal ones the newest; None: there is no
+    validation.
 
     On other devices a validation may read other rows of a short text. Only losses of
     the newest one's rows are compared.
+    """
+    if not validations:
+        return None
+    rows = max(validations, key=lambda v: v.step).rows
+    comparable = [v for v in validations if rows is None or v.rows in (None, rows)]
+    return min(comparable, key=lambda v: (v.loss, -v.step)).step
+
+
+class BestCheckpoint:
+    """The policy by which Orbax keeps the checkpoint of `best_of`, by `metrics_of`."""
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: object
+    ) -> Sequence[bool]:
+        """Return for each checkpoint whether it is kept."""
+        del context
+        best = best_of(
+            [
+                Validation(info.step, info.metrics["val_loss"], info.metrics.get(ROWS))
+                for info in checkpoints
+                if info.metrics
+            ]
+        )
+        return [info.step == best for info in checkpoints]
+
+
+def best_step(directory: Path, steps: Iterable[int]) -> int | None:
+    """Return the step of `best_of` by the manifests.
 
     Args:
       directory: that of the checkpoints.
@@ -127,28 +160,20 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
     Raises:
       UserError: a manifest is damaged, and its checkpoint may be the best.
     """
-    losses: dict[int, float] = {}
-    rows: dict[int, int | None] = {}
+    validations = []
     for step in steps:
         folder = directory / str(step)
         manifest = intact_manifest(folder)
         if manifest is None:
             check_not_removed(folder)
             raise UserError(
-                f"checkpoint {step} is damaged ({ALTERED}), so that the best one is not"
-                f" known; choose one by its step, or remove {folder}"
+                f"checkpoint {step} is damaged ({MANIFEST_DAMAGED}), so that the best"
+                f" one is not known; choose one by its step, or remove {folder}"
             )
-        loss = validation_loss(folder, manifest)
+        loss = manifest_loss(folder, manifest)
         if loss is not None:
-            losses[step] = loss
-            rows[step] = validation_rows(manifest)
-    if not losses:
-        return None
-    newest = rows[max(rows)]
-    comparable = [
-        step for step in rows if newest is None or rows[step] in (None, newest)
-    ]
-    return min(comparable, key=lambda step: (losses[step], -step))
+            validations.append(Validation(step, loss, validation_rows(manifest)))
+    return best_of(validations)
 
 
 def check_not_removed(path: Path) -> None:

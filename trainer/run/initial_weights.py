@@ -50,7 +50,7 @@ from trainer.step.state_tree import (
 )
 from trainer.text import override
 
-# A difference of two tokenizers, or the clause that says that there is none.
+# A clause is what a run logs; a mismatch becomes part of the message that refuses it.
 TokenizerComparison = TokenizerMismatch | str
 NEW_ROWS = ", or init.embeddings=focus to make embedding rows for the data's tokens"
 
@@ -180,8 +180,9 @@ def describe_weights(
     """Return a line about weights that `check_weights_fit` has accepted."""
     # Not the parameter count: the line about the model has it, without padding rows.
     size = f"{len(jax.tree.leaves(params)):,} tensors"
+    tokenizers = "" if comparison is None else f"; {comparison}"
     context = context_difference(saved_context, spec)
-    return f"weights from {origin}: {size}; {comparison}{context}"
+    return f"weights from {origin}: {size}{tokenizers}{context}"
 
 
 def with_context_of(spec: Spec, key: str, saved: Mapping[str, Any]) -> dict[str, Any]:

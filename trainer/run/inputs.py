@@ -14,6 +14,7 @@ from trainer.data.dataset import Dataset
 from trainer.files import path_of, read_file, saved_steps
 from trainer.models.weight_files import CONFIG, TOKENIZER_BYTES, TOKENIZER_FILES
 from trainer.parallel.processes import check_same_content
+from trainer.run.checkpoint_manifest import manifest_file
 
 
 def check_same_inputs(c: Config, data: Dataset) -> None:
@@ -43,7 +44,7 @@ def input_digest(source: Path, step: int | None = None) -> str:
     steps = saved_steps(source)
     if steps:
         step = steps[-1] if step is None else step
-        files = [source / "checkpoints" / str(step) / "manifest" / "metadata"]
+        files = [manifest_file(source / "checkpoints" / str(step))]
     else:
         folder = source if source.is_dir() else source.parent
         files = [folder / name for name in (CONFIG, *TOKENIZER_FILES)]

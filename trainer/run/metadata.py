@@ -1,20 +1,20 @@
 """The metadata of a checkpoint, validated when it is read.
 
 A checkpoint may come from somebody else, who can give any content a valid digest. So
-each value has a type and bounds here, as a configuration's values have, and no other
-module reads metadata before it is validated.
+each value has a type with bounds in FIELDS, as a configuration's values have, and no
+other module reads metadata before it is validated.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from trainer.bounds import Bound, Natural, Positive, annotations
+from trainer.bounds import Natural, Positive, annotations
 from trainer.config.fields import converted, from_saved, from_tree
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -28,6 +28,8 @@ from trainer.models.registry import SPECS
 from trainer.observe.records import is_row
 from trainer.precision.policy import Policy
 from trainer.run.ocdbt import check_index
+from trainer.run.totals import Totals
+from trainer.run.watchdog import WatchdogState
 
 MAX_ITEMSIZE = 16  # bytes, of complex128
 ADVICE = "use another checkpoint, or an intact copy"
@@ -39,59 +41,6 @@ class Fork:
 
     run: str
     step: Natural
-
-
-# The sum of squares of larger losses would overflow FP64.
-Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
-
-
-@dataclass
-class WatchdogState:
-    """The counts of a watchdog.
-
-    Attributes:
-      skipped: number of steps that were not finite.
-      in_a_row: number of such steps since the last finite one.
-      spikes: number of spikes since the last good loss.
-      suspect_since: the first of the last steps in a row that were skipped or spiked;
-        None: the last step was good.
-      rollbacks: number of rollbacks in the whole run.
-      rolled_back_at: the step after which the last rollback was; None: there was none.
-      losses: the last good losses, whose mean and deviation define a spike.
-      failure: why the run failed although it took all its steps; None: it did not fail,
-        or has not ended.
-    """
-
-    skipped: Natural = 0
-    in_a_row: Natural = 0
-    spikes: Natural = 0
-    suspect_since: Natural | None = None
-    rollbacks: Natural = 0
-    rolled_back_at: Natural | None = None
-    losses: tuple[Loss, ...] = ()
-    failure: str | None = None
-
-
-Count = Annotated[int, Bound(lambda x: 0 <= x < 2**63, "0 to 2^63 - 1")]
-Amount = Annotated[float, Bound(lambda x: 0 <= x < 1e100, "0 to 1e100")]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Totals since the first step; a fork continues those of its run.
-
-    Attributes:
-      tokens: number of tokens trained on.
-      exchanged: bytes that each DiLoCo replica has sent to the others.
-      fp32_gradients: bytes that it would have sent if FP32 gradients were all-reduced
-        in every step.
-      samples: number of samples from each source of a mixture.
-    """
-
-    tokens: Count
-    exchanged: Amount = 0.0
-    fp32_gradients: Amount = 0.0
-    samples: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,13 +186,11 @@ def saved_trainable(meta: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_chunks(folder: Path, names: Iterable[str]) -> None:
-    """Raise UserError for stored arrays whose chunks are larger than the arrays.
-
-    Also raise it for an index of them that is larger than what is stored.
+    """Check that no stored array has chunks larger than itself, before it is read.
 
     TensorStore decodes whole chunks, and the array's own metadata gives their size, so
-    a small file could fill the memory. It is asked for no list of what is stored, which
-    could be as large.
+    a small file could fill the memory. The index of the arrays is checked first. A list
+    of the arrays is not read: it could be as large.
 
     Args:
       folder: that of a checkpoint's arrays, in the formats that `Checkpointer` writes:
@@ -253,7 +200,8 @@ def check_chunks(folder: Path, names: Iterable[str]) -> None:
     Raises:
       UserError: a chunk is larger than its array, its elements are larger than any
         number, or an array is in another format.
-      Exception: of any class, if the files are damaged, or the index is too large.
+      IndexTooLargeError: the index expands to more bytes than are stored.
+      Exception: of any class, if the files are damaged.
     """
     import tensorstore
 

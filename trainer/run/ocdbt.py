@@ -55,16 +55,16 @@ class Budget:
             raise IndexTooLargeError
 
 
-class Fields:
-    """The fields of a manifest or a node, one after another.
+class NodeReader:
+    """Reads the fields of a manifest or a node, one after another.
 
     Args:
-      data: the file's bytes.
+      data: the bytes of the manifest or node.
       magic: the first of them.
-      budget: pays for what they expand to.
+      budget: the memory that they may still take when they are decoded.
 
     Raises:
-      ValueError: they are damaged, as all methods do.
+      ValueError: the bytes are damaged; methods raise it, too.
     """
 
     def __init__(self, data: bytes, magic: bytes, budget: Budget) -> None:
@@ -140,19 +140,19 @@ class Fields:
         ]
 
 
-def check_index(folder: Path, most: int) -> None:
-    """Check that TensorStore expands an index to at most `most` bytes.
+def check_index(folder: Path, max_bytes: int) -> None:
+    """Check that TensorStore expands an index to at most `max_bytes`.
 
     Args:
       folder: that of a checkpoint's arrays.
-      most: the bytes.
+      max_bytes: bound on the memory of all nodes of the index.
 
     Raises:
-      IndexTooLargeError: it would.
+      IndexTooLargeError: the index takes more.
       Exception: of any class, if the files are damaged.
     """
-    budget = Budget(most)
-    nodes = _roots(Fields(read_file(folder / MANIFEST), MANIFEST_MAGIC, budget))
+    budget = Budget(max_bytes)
+    nodes = _roots(NodeReader(read_file(folder / MANIFEST), MANIFEST_MAGIC, budget))
     # A node that several nodes refer to is decoded once.
     seen = set(nodes)
     while nodes:
@@ -163,12 +163,12 @@ def check_index(folder: Path, most: int) -> None:
         with file_path.open("rb") as file:
             file.seek(node.offset)
             data = file.read(node.length)
-        below = _children(Fields(data, NODE_MAGIC, budget), node.directory)
+        below = _children(NodeReader(data, NODE_MAGIC, budget), node.directory)
         nodes += set(below) - seen
         seen.update(below)
 
 
-def _roots(manifest: Fields) -> list[Node]:
+def _roots(manifest: NodeReader) -> list[Node]:
     """Return the root of the newest version; none if it has no keys."""
     manifest.take(16)  # uuid
     if manifest.number() != 0:
@@ -184,7 +184,7 @@ def _roots(manifest: Fields) -> list[Node]:
     return manifest.nodes(versions, files)[-1:]
 
 
-def _children(node: Fields, directory: str) -> list[Node]:
+def _children(node: NodeReader, directory: str) -> list[Node]:
     """Return the nodes that a node refers to; none if it has the values."""
     [height] = node.take(1)
     files = node.files(directory)

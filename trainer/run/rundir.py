@@ -46,7 +46,7 @@ from trainer.text import as_typed, override
 
 # Files that a run writes, which a user may have under the same name. The folders that
 # it writes to are in `FOLDERS`.
-REPLACED = (
+WRITTEN_FILES = (
     "metrics.jsonl",
     "samples.txt",
     "tokenizer.json",
@@ -59,7 +59,7 @@ REPLACED = (
     "hang.txt",
 )
 # Results of `evaluate`, which name the step of the weights.
-RESULTS = ("evaluation.json", "evaluation_of_text.json", "tasks.json")
+RESULT_FILES = ("evaluation.json", "evaluation_of_text.json", "tasks.json")
 HOLDER = "process "  # begins the content of a trainer's .lock
 # Keys that a resumed run may change. They decide how long, how often and where it
 # runs, but not which numbers it computes.
@@ -104,7 +104,7 @@ MAY_CHANGE = (
 READ_AT_END = ("train.final_eval_batches", "eval", "metrics", "sample")
 # Keys whose trailing slash does not matter. Not data.tokenizer: gpt2 is a name, gpt2/ a
 # directory.
-PATHS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
+PATH_KEYS = ("init_from", "data.paths", "data.sources", "data.prepared_dir")
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class RunDir:
         # If its config.yaml was removed, a run is known by its checkpoints.
         if (path / "config.yaml").exists() or has_checkpoints(path):
             return
-        present = [f"a {name}" for name in REPLACED if (path / name).exists()]
+        present = [f"a {name}" for name in WRITTEN_FILES if (path / name).exists()]
         for name in FOLDERS:
             # A trainer that was killed at its start may leave hidden files.
             if any(entry.name[0] != "." for entry in (path / name).glob("*")):
@@ -368,10 +368,10 @@ class RunDir:
             write_text(self.path / "config.yaml", self._config)
 
     def set_results_aside(self, step: int, *, draws_pictures: bool) -> None:
-        """Rename to NAME.old what is of other weights than those of this run.
+        """Rename results and pictures of an earlier attempt to NAME.old.
 
-        These are results and pictures of later steps, which the run takes again. If it
-        starts anew, they are all results and pictures.
+        A resumed run takes the steps after `step` again, so their results and pictures
+        belong to an earlier attempt. If the run starts anew, all of them do.
 
         Args:
           step: that of the checkpoint in the directory that the run starts from; 0:
@@ -382,7 +382,7 @@ class RunDir:
         if not self._is_first_process:
             return
         others = []
-        for path in (self.path / name for name in RESULTS):
+        for path in (self.path / name for name in RESULT_FILES):
             result_step = read_json_or_empty(path).get("step")
             is_later = isinstance(result_step, int) and result_step > step
             if path.exists() and (is_later or step == 0):
@@ -489,7 +489,7 @@ def may_change(key: str) -> bool:
 
 def normalized(key: str, value: Any) -> Any:
     """Return a value for comparison: paths have no trailing slash."""
-    if key not in PATHS:
+    if key not in PATH_KEYS:
         return value
     if isinstance(value, list):
         return [normalized(key, item) for item in value]

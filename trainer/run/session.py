@@ -13,8 +13,8 @@ from trainer.observe.throughput import Throughput
 from trainer.observe.trackers.protocol import Tracker
 from trainer.run.callbacks import Callback
 from trainer.run.checkpoint import Checkpointer
-from trainer.run.metadata import Totals
 from trainer.run.shutdown import Timeouts
+from trainer.run.totals import Totals
 from trainer.run.watchdog import Watchdog
 from trainer.step.schedule import LearningRates
 from trainer.step.state import TrainState
@@ -100,7 +100,7 @@ class Recovery(NamedTuple):
         among those steps, its step, and the train step compiled for it (None: the one
         in use fits). The argument `state` is deleted.
       diagnose: `diagnose(state, batch, step)` returns a description of the first bad
-        tensor of a step that is not finite.
+        tensor of a step that is not finite; `step` as in `StepInputs`.
     """
 
     watchdog: Watchdog

@@ -113,8 +113,7 @@ class Guard:
         self._report, self._announce = report, announce
         self._done = threading.Event()
         self._last, self._doing = time.monotonic(), "starting"
-        self._first_signal = 0
-        self._stop_deadline = 0.0
+        self._stop_deadline: float | None = None  # once a signal is announced
         self._stalled = False
 
     def beat(self, doing: str) -> None:
@@ -162,15 +161,17 @@ class Guard:
 
     def _receive(self, number: int) -> None:
         """Announce the first signal; end the process at a second Ctrl-C."""
-        if number == signal.SIGINT and self._first_signal and self.owns_process:
+        is_stopping = self._stop_deadline is not None
+        if number == signal.SIGINT and is_stopping and self.owns_process:
             _write_error(
                 f"second Ctrl-C: process ended {self._doing}; checkpoints of steps:"
                 f" {self._checkpoints()}; later steps are lost; re-run the same command"
                 " to resume"
             )
             os._exit(128 + number)
-        if number in SIGNALS and not self._first_signal:
-            self._first_signal = number
+        if number in SIGNALS and not is_stopping:
+            # The main thread, if it hangs, runs no handler.
+            self.signal = self.signal or number
             self._stop_deadline = time.monotonic() + self.timeouts.stop
             # A message may wait for the main thread, which may hold the terminal. In a
             # thread of its own it does not delay this one.
@@ -185,9 +186,10 @@ class Guard:
         """End the process if a stop or hang takes too long; report a stall once."""
         now, timeouts = time.monotonic(), self.timeouts
         idle = now - self._last
-        if self._first_signal and timeouts.stop and now > self._stop_deadline:
+        deadline = self._stop_deadline
+        if deadline is not None and timeouts.stop and now > deadline:
             self._end(
-                128 + self._first_signal,
+                128 + self.signal,
                 f"not stopped within {timeouts.stop:g} s of the signal; the run was"
                 f" still {self._doing}",
             )

@@ -346,6 +346,8 @@ def restore_state(
 def with_saved_arrays(task: TrainTask, meta: Mapping[str, Any]) -> TrainTask:
     """Return a task whose state has the arrays of a checkpoint, in the precision in
     which they were saved.
+
+    Its `diloco` is the task's own if that gives the same arrays, else the saved one.
     """
     saved = saved_task(meta, task)
     diloco = saved_diloco(meta, task.diloco)

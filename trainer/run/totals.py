@@ -5,10 +5,32 @@ change when a run is resumed or forked.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from trainer.bounds import Bound
 from trainer.config.fields import from_tree
-from trainer.run.metadata import Totals
+
+Count = Annotated[int, Bound(lambda x: 0 <= x < 2**63, "0 to 2^63 - 1")]
+NumBytes = Annotated[float, Bound(lambda x: 0 <= x < 1e100, "0 to 1e100")]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals since the first step; a fork continues those of its run.
+
+    Attributes:
+      tokens: number of tokens trained on.
+      exchanged: bytes that each DiLoCo replica has sent to the others.
+      fp32_gradients: bytes that it would have sent if FP32 gradients were all-reduced
+        in every step.
+      samples: number of samples from each source of a mixture.
+    """
+
+    tokens: Count
+    exchanged: NumBytes = 0.0
+    fp32_gradients: NumBytes = 0.0
+    samples: tuple[Count, ...] = ()
 
 
 def continued_totals(

@@ -12,9 +12,9 @@ not finite although its operands are.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from trainer.run.metadata import WatchdogState
+from trainer.bounds import Bound, Natural
 
 # Nats. Without it, a small change of a nearly constant loss would be a spike.
 MIN_STANDARD_DEVIATION = 0.01
@@ -43,6 +43,37 @@ class Bounds:
     spike_steps: int
     max_rollbacks: int
     loss_scale_skips: int = 0
+
+
+# The sum of squares of larger losses would overflow FP64.
+Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
+
+
+@dataclass
+class WatchdogState:
+    """The counts of a watchdog.
+
+    Attributes:
+      skipped: number of steps that were not finite.
+      in_a_row: number of such steps since the last finite one.
+      spikes: number of spikes since the last good loss.
+      suspect_since: the first of the last steps in a row that were skipped or spiked;
+        None: the last step was good.
+      rollbacks: number of rollbacks in the whole run.
+      rolled_back_at: the step after which the last rollback was; None: there was none.
+      losses: the last good losses, whose mean and deviation define a spike.
+      failure: why the run failed although it took all its steps; None: it did not fail,
+        or has not ended.
+    """
+
+    skipped: Natural = 0
+    in_a_row: Natural = 0
+    spikes: Natural = 0
+    suspect_since: Natural | None = None
+    rollbacks: Natural = 0
+    rolled_back_at: Natural | None = None
+    losses: tuple[Loss, ...] = ()
+    failure: str | None = None
 
 
 class Watchdog(WatchdogState):

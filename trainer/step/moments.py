@@ -16,7 +16,6 @@ from trainer.step.optimizers import (
     MOMENT_KEYS,
     OPTIMIZERS,
     Moment,
-    Optimizer,
     check_moments,
 )
 from trainer.step.stacking import NO_STACKS, Stacks
@@ -50,7 +49,7 @@ def with_moment_storage(
 
     def init(params: Any) -> Any:
         state = jax.eval_shape(tx.init, weights.wide(params))
-        check_state_fields(name, OPTIMIZERS[name], state)
+        check_state_fields(name, state)
         return with_storage(state).init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -82,10 +81,11 @@ def fields_of(path: Any) -> list[str]:
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 
-def check_state_fields(name: str, entry: type[Optimizer], state: Any) -> None:
+def check_state_fields(name: str, state: Any) -> None:
     """Raise UserError if the floating-point fields of an optimizer's state differ from
     its entry.
     """
+    entry = OPTIMIZERS[name]
     float_fields = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if jnp.issubdtype(x.dtype, jnp.floating):

@@ -54,7 +54,7 @@ class TrainState:
         constants of compiled steps.
       opt_state: the state of the optax transformation; its count is the number of
         applied updates. In training it is packed (`scalify_core.array.tree.Packed`).
-      key: base PRNG key; the randomness of step n comes from `fold_in(key, n)`.
+      key: base PRNG key; a step's randomness comes from `fold_in(key, inputs.step)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
       diloco: the replicas of a run with DiLoCo.
       kahan_compensation: the rounding error of the trained parameters, plain BF16

@@ -28,7 +28,8 @@ class StepInputs(NamedTuple):
 
     Attributes:
       lr: learning rate, FP32.
-      step: step number, int32.
+      step: step number, int32, counted from 0 as in every compiled function. The loop
+        and its messages count from 1.
       seed: the run's seed, uint32, for stochastic rounding. Dropout uses
         `TrainState.key`.
     """
@@ -138,7 +139,7 @@ def make_train_step(
     loss_gradient: Differentiate,
     setup: OptimizerSetup,
     *,
-    gradient: GradientFn,
+    accumulate_gradients: GradientFn,
     squared_norms: Callable[[Any], jax.Array],
     amax: AmaxFn,
 ) -> StepFn:
@@ -152,7 +153,7 @@ def make_train_step(
     Args:
       loss_gradient: the loss and its gradient in the run's precision.
       setup: the optimizer, the parameters that it updates, and their rounding.
-      gradient: the mean gradient over micro-batches and devices, such as
+      accumulate_gradients: returns means over micro-batches and devices, such as
         `mean_gradient`.
       squared_norms: the squared norm of each gradient, FP32 [number of arrays], such as
         `squared_norms_of_arrays`.
@@ -165,7 +166,7 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         # Keys depend on the step number alone: a resumed run has the same dropout.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, inputs.step), batch)
-        loss, grads, statistics = gradient(
+        loss, grads, statistics = accumulate_gradients(
             loss_gradient.value_and_grad, state.params, state.scaling, batch, keys_AxB
         )
         grads = stacks.stack(setup.store_gradients(select_trained(grads)))

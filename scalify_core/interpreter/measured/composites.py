@@ -26,6 +26,7 @@ from scalify_core.interpreter.measured.products import (
     dot_labels,
     each_index,
     scale_for,
+    scaled_by,
     shared,
     vmap_labels,
     with_vmaps,
@@ -123,8 +124,8 @@ def _fp8(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
         return [value]
     return [
         value,
-        stored_value(lhs8, scale_for(lhs, lhs_labels, of_lhs)),
-        stored_value(rhs8, scale_for(rhs, rhs_labels, of_rhs)),
+        stored_value(lhs8, scale_for(lhs.scale, lhs_labels, of_lhs)),
+        stored_value(rhs8, scale_for(rhs.scale, rhs_labels, of_rhs)),
         *unused,
     ]
 
@@ -166,11 +167,8 @@ def _scaled(
     dtype: np.dtype,
 ) -> Value:
     """Return a product of two operands' data times their scales."""
-    a, b = (
-        scale_for(x, labels, result)
-        for x, labels in zip(operands, axis_labels, strict=True)
-    )
-    return wide_value(quantize.scaled_by(data, a, b), dtype)
+    scales = [x.scale for x in operands]
+    return wide_value(scaled_by(data, scales, axis_labels, result), dtype)
 
 
 @measured_composite("attention", "attention.fwd", "attention.bwd")

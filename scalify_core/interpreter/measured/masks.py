@@ -57,13 +57,16 @@ def limits_in(jaxpr: Any, given: tuple[float, ...] = ()) -> dict[Any, float]:
     for eqn in jaxpr.eqns:
         operands = [limit_of(limits, atom) for atom in eqn.invars]
         name, largest = eqn.primitive.name, max(operands, default=NO_MASK)
+        writes = any(map(_writes_masks, jaxprs_in_params(eqn.params)))
+        if largest == NO_MASK and not writes:
+            continue
         results = [NO_MASK] * len(eqn.outvars)
         if name in CALLS:
             inner = inner_jaxpr(eqn)
             constants = [NO_MASK] * len(inner.constvars)
             known = limits_in(inner, (*constants, *operands))
             results = [limit_of(known, atom) for atom in inner.outvars]
-        elif any(map(_writes_masks, jaxprs_in_params(eqn.params))):
+        elif writes:
             # Which of a loop's or branch's results get the mask is not followed: all
             # may.
             results = [WRITTEN] * len(results)

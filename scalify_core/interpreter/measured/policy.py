@@ -43,7 +43,7 @@ from scalify_core.interpreter.measured.products import (
     operand_readings,
     readings,
     reads_in,
-    scales_of_result,
+    scaled_result,
 )
 from scalify_core.interpreter.reference_trace import narrow_results
 from scalify_core.interpreter.value import Value, logical
@@ -197,7 +197,11 @@ def is_stored(x: Value) -> bool:
 
 def wide_results(eqn: Any, *operands: Any) -> list[Any]:
     """Return the results of an equation on the logical values, in FP32."""
-    return [like(x, v.data_of(x)) for x in registry.default(eqn, *operands)]
+    dtype = v.result_dtype(*operands)
+    return [
+        wide_value(x, dtype) if is_float(x) else x
+        for x in registry.in_float32(eqn, *operands)
+    ]
 
 
 def quantized_copy(
@@ -325,8 +329,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
         *others,
         **{**eqn.params, "preferred_element_type": _F32},
     )
-    scales = scales_of_result(eqn, stored_a, stored_b, *others)
-    out = quantize.scaled_by(formats.as_float32(out), *scales)
+    out = scaled_result(eqn, formats.as_float32(out), stored_a, stored_b, *others)
     # The user asked for a wider result, by preferred_element_type.
     wider = aval.dtype.itemsize > max(x.aval.dtype.itemsize for x in eqn.invars[:2])
     return [wide_value(out, np.dtype(aval.dtype) if wider else fmt)]

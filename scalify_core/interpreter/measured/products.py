@@ -8,16 +8,19 @@ for each axis: 1, or the axis's size.
 `policy._product` decides the format of a product, and uses this.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
 from scalify_core.interpreter.value import Value
+from scalify_core.numerics import amax
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.jaxprs import (
     CALLS,
@@ -26,6 +29,7 @@ from scalify_core.numerics.jaxprs import (
     inner_jaxpr,
     per_jaxpr,
 )
+from scalify_core.numerics.scales import is_static, times
 
 # For each axis of an operand or result, a label: axes of one label are the same axis.
 # None: contracted. An integer: an axis of the batch. `_GROUP`: the matrices of a ragged
@@ -60,24 +64,21 @@ def readings(eqn: Any) -> list[Reading]:
     return out
 
 
-def scales_of_result(
-    eqn: Any, a: Value, b: Value, group_sizes: Any = None
-) -> tuple[Any, Any]:
-    """Return the scales of a product of the data of `a` and `b`, one for each operand.
-
-    Both broadcast to the result.
-    """
+def scaled_result(
+    eqn: Any, data: Any, a: Value, b: Value, group_sizes: Any = None
+) -> Any:
+    """Return a product of the data of `a` and `b`, in FP32, times both scales."""
     (lhs, rhs), result = product_labels(eqn)
-    scale = scale_for(a, lhs, result)
-    if _GROUP in rhs and _shape(b)[rhs.index(_GROUP)] > 1:
+    scale = b.scale
+    if _GROUP in rhs and _shape(scale, rhs)[rhs.index(_GROUP)] > 1:
         # The result has no axis of groups: which matrix's scale belongs to a row is
         # known at run time only.
         group = rhs.index(_GROUP)
         (rows,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
         ids = _group_of_each(group_sizes, a.shape[rows])
+        scale = jnp.take(jnp.reshape(scale, _shape(scale, rhs)), ids, axis=group)
         rhs[group] = lhs[rows]
-        return scale, placed(jnp.take(b.scale, ids, axis=group), rhs, result)
-    return scale, scale_for(b, rhs, result)
+    return scaled_by(data, (a.scale, scale), (lhs, rhs), result)
 
 
 def product_labels(eqn: Any) -> tuple[tuple[Labels, Labels], Labels]:
@@ -153,9 +154,10 @@ def _group_of_each(group_sizes: Any, rows: int) -> Any:
     return jnp.minimum(ids, len(ends) - 1)
 
 
-def _shape(x: Value) -> tuple[int, ...]:
-    """Return the shape of a dynamic scale, with the rank of the data."""
-    return (*jnp.shape(x.scale), *(1,) * (x.data.ndim - jnp.ndim(x.scale)))
+def _shape(scale: Any, axis_labels: Labels) -> tuple[int, ...]:
+    """Return the shape of a scale, with the rank of its operand."""
+    shape = jnp.shape(scale)
+    return (*shape, *(1,) * (len(axis_labels) - len(shape)))
 
 
 def is_finer(parts: Parts, than: Parts) -> bool:
@@ -196,31 +198,62 @@ def shared(operands: Sequence[Labels]) -> list[tuple[int, ...]]:
     ]
 
 
-def scale_for(x: Value, axis_labels: Labels, result: Labels) -> Any:
+def scaled_by(
+    x: jax.Array, scales: Sequence[Any], axis_labels: Sequence[Labels], result: Labels
+) -> jax.Array:
+    """Return the FP32 product of two operands' data times both scales.
+
+    The smaller scale is multiplied in first: operands are stored 14 octaves above 1. So
+    the product of two scales leaves FP32 where that of the logical operands is 28
+    octaves from its limit. An infinite scale would make NaN of zeros.
+
+    Args:
+        x: the product.
+        scales: of the operands.
+        axis_labels: the labels of each operand's axes.
+        result: the labels of the product's axes.
+    """
+    if all(map(is_static, scales)):
+        # They cost nothing: their product is a number of Python, beyond FP32 if need
+        # be.
+        return times(x, math.prod(scales))
+    pairs = zip(scales, map(tuple, axis_labels), strict=True)
+    factors = [pair for pair in pairs if not is_static(pair[0]) or pair[0] != 1.0]
+    return _scaled_by(x, *zip(*factors, strict=True), tuple(result))
+
+
+# One equation for each product of a program, whose shapes mostly recur.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _scaled_by(
+    x: jax.Array, scales: Sequence[Any], axis_labels: Sequence[Labels], result: Labels
+) -> jax.Array:
+    parts = [
+        scale_for(scale, labels, result)
+        for scale, labels in zip(scales, axis_labels, strict=True)
+    ]
+    if len(parts) == 2:
+        a, b = jnp.broadcast_arrays(*parts)
+        parts = [lax.min(a, b), lax.max(a, b)]
+    for scale in parts:
+        x = lax.mul(x, amax.spread(scale, x.shape))
+    return x
+
+
+def scale_for(scale: Any, axis_labels: Labels, result: Labels) -> Any:
     """Return the scale of an operand, shaped for a result.
 
     It is a scalar, or of size 1 along the axes that the operand does not have.
 
     Args:
-        x: the operand.
+        scale: the scale.
         axis_labels: the labels of the operand's axes.
         result: the labels of the result's axes.
     """
-    if x.static is not None:
-        return x.static
-    if jnp.size(x.scale) == 1:
-        return jnp.reshape(x.scale, ())
-    return placed(jnp.reshape(x.scale, _shape(x)), axis_labels, result)
-
-
-def placed(scale: Any, axis_labels: Labels, result: Labels) -> Any:
-    """Return a scale, shaped for a result: of size 1 along axes that it does not have.
-
-    Args:
-        scale: the scale, of the rank of its operand.
-        axis_labels: the labels of the scale's axes.
-        result: the labels of the result's axes.
-    """
+    if is_static(scale):
+        return scale
+    if scale.size == 1:
+        return jnp.reshape(scale, ())
+    scale = jnp.reshape(scale, _shape(scale, axis_labels))
     axes = {label: i for i, label in enumerate(axis_labels) if label is not None}
     order = [axes[label] for label in result if label in axes]
     shape = [scale.shape[axes[label]] if label in axes else 1 for label in result]

@@ -17,7 +17,7 @@ from scalify_core.interpreter.value import MEASURED, Value, logical, value
 from scalify_core.numerics import amax, compiler_hints, formats, precision_warnings
 from scalify_core.numerics.amax import Parts
 from scalify_core.numerics.formats import FloatFormat, pow2_inverse
-from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale, times
+from scalify_core.numerics.scales import MIN_SCALE, broadcast_scale
 
 _MASK = 2.0**10  # the magnitude of a saturated mask: far above that of logits
 # The least magnitude of a mask beside logits near zero: `exp(-256)` is zero in FP32.
@@ -184,27 +184,3 @@ def _measured_masked(
         lowest = lax.select(lowest > -_LEAST_MASK, infinite, lowest)
     x = lax.select(is_mask, lax.max(x, amax.spread(lowest, x.shape)), x)
     return x, amax.divided(x, scale, dtype), scale
-
-
-def scaled_by(x: jax.Array, a: Any, b: Any) -> jax.Array:
-    """Return the FP32 product of two operands' data times both scales.
-
-    Both scales broadcast to the product. The smaller scale is multiplied in first:
-    operands are stored 14 octaves above 1. So the product of two scales leaves FP32
-    where that of the logical operands is 28 octaves from its limit. An infinite scale
-    would make NaN of zeros.
-    """
-    # Static scales cost nothing: their product is a number of Python, beyond FP32 if
-    # need be.
-    if isinstance(a, float) and isinstance(b, float):
-        return times(x, a * b)
-    if isinstance(a, float) and a == 1.0:
-        return times(x, b)
-    if isinstance(b, float) and b == 1.0:
-        return times(x, a)
-    a, b = jnp.broadcast_arrays(
-        *(np.float32(s) if isinstance(s, float) else s for s in (a, b))
-    )
-    for scale in (lax.min(a, b), lax.max(a, b)):
-        x = lax.mul(x, amax.spread(scale, x.shape))
-    return x

@@ -219,7 +219,7 @@ def _first(x: Any) -> Any:
         # A scan of length 0 has results, too, and their forms come from a look at its
         # body.
         return lax.full_like(x, 0, shape=x.shape[1:])
-    return x[0]
+    return lax.index_in_dim(x, 0, keepdims=False)
 
 
 def _of_slice(pieces: Any, stack: Any) -> Any:

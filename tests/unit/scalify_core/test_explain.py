@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
 from scalify_core.debug.explanation import Figures
+from scalify_core.ops.matmul import Rounded, rounded_product
 
 # Most of what can be lost is at scales that are propagated.
 explain = functools.partial(sc.explain, scales="static")
@@ -134,6 +135,33 @@ def test_products_in_fp8_are_compared_with_exact_ones():
     assert explanation.first_loss is None
     operand = next(r for r in explanation.rows if r.dtype == "float8_e4m3fn")
     assert 0.01 < operand.figures.error < 0.04
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_operands_with_a_scale_for_each_row_are_no_loss(scales):
+    def rounded(x):
+        top = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+        row_scales = jnp.exp2(jnp.ceil(jnp.log2(top / 448)))
+        return (x / row_scales).astype(jnp.float8_e4m3fn), row_scales
+
+    wide = lambda data, row_scales: data.astype(jnp.float32) * row_scales
+
+    def forward(x, w):
+        operands = rounded(x), rounded(w.T)
+        x_wide, w_wide = (wide(*operand) for operand in operands)
+        return x_wide @ w_wide.T, *operands
+
+    def backward(x, w, g):
+        return g @ wide(*w), wide(*x).T @ g
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(rounded_product(x, w, Rounded(forward, backward))))
+
+    rows = 2.0 ** jnp.arange(16)[:, None]
+    args = scaled((normal(16, 16), rows * normal(16, 16, seed=1)))
+    explanation = explain(jax.grad(loss), *args, scales=scales)
+    assert explanation.first_loss is None
+    assert max(row.figures.error for row in explanation.rows) < 2**-11
 
 
 def test_saturated_masks_and_gradients_that_are_zero_but_for_rounding_are_no_loss():

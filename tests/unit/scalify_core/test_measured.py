@@ -172,6 +172,19 @@ def traced(fun, *args):
     return jax.jit(scalify(fun)).trace(*args).jaxpr
 
 
+def test_a_product_and_its_scales_are_two_equations():
+    def equations(count):
+        def products(x, w):
+            for _ in range(count):
+                x = jnp.tanh(x @ w)
+            return x
+
+        return len(traced(products, *scaled(SQUARE, SQUARE)).eqns)
+
+    # besides what stores the operand, and the hyperbolic tangent
+    assert equations(3) - equations(2) == 4
+
+
 def test_a_call_that_calls_twice_is_not_evaluated_twice():
     def nested(depth):
         if depth == 0:

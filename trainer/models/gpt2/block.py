@@ -4,7 +4,6 @@ Legend: B batch, T time, N = B*T, S cache length, D model, F MLP, H heads, K hea
 """
 
 import functools
-import math
 from typing import ClassVar
 
 import jax
@@ -35,7 +34,7 @@ class Attention(nnx.Module):
     correlated, so it grows faster than static scales, computed from shapes, predict.
     """
 
-    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: GPT2Spec, layers: Factory) -> None:
         self.head_dim = spec.head_width
         self.tensor_axis = layers.tensor_axis
         self.attention = layers.attention
@@ -50,7 +49,7 @@ class Attention(nnx.Module):
             groups=3,
         )
         self.c_proj = layers.linear(
-            "attn.c_proj", spec.d_model, spec.d_model, residual_stddev, "row"
+            "attn.c_proj", spec.d_model, spec.d_model, spec.residual_stddev, "row"
         )
 
     def heads(self, x_NxD: jax.Array, norm: Norm, batch: int) -> list[jax.Array]:
@@ -102,14 +101,14 @@ class Attention(nnx.Module):
 class GeluMLP(nnx.Module):
     """D -> F, GELU (tanh form), F -> D, of the normalized input."""
 
-    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: GPT2Spec, layers: Factory) -> None:
         self.tensor_axis = layers.tensor_axis
         self.recompute = spec.remat == "elementwise"
         self.c_fc = layers.linear(
             "mlp.c_fc", spec.d_model, spec.mlp_width, spec.init_std, "column"
         )
         self.c_proj = layers.linear(
-            "mlp.c_proj", spec.mlp_width, spec.d_model, residual_stddev, "row"
+            "mlp.c_proj", spec.mlp_width, spec.d_model, spec.residual_stddev, "row"
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
@@ -138,15 +137,12 @@ class Block(nnx.Module):
     def __init__(
         self, spec: GPT2Spec, layers: Factory, attention: type[Attention] = Attention
     ) -> None:
-        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
-        # variance.
-        residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.dropout = spec.dropout
         self.ln_1 = LayerNorm(spec.d_model, layers)
-        self.attn = attention(spec, layers, residual_stddev)
+        self.attn = attention(spec, layers)
         self.ln_2 = LayerNorm(spec.d_model, layers)
         mlp = GeluMLP if spec.mlp == "gelu" else SwigluMLP
-        self.mlp = mlp(spec, layers, residual_stddev)
+        self.mlp = mlp(spec, layers)
 
     def __call__(
         self,

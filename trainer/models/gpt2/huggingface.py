@@ -11,25 +11,14 @@ import re
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files import read_object
-from trainer.models.config_values import check_supported, check_unquantized
-from trainer.models.fp8_checkpoints import Fp8ScaleLayout, quantization_of
+from trainer.models.config_values import read_config
+from trainer.models.fp8_checkpoints import quantization_of
 from trainer.models.gpt2.model import build_functions
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.model_functions import Params
 from trainer.models.named_weights import Layout, load_params, to_tensors
 from trainer.models.weight_files import config_beside, write_object, write_tensors
 
-SUPPORTED = {
-    "model_type": ("gpt2",),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "layer_norm_epsilon": (1e-5,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,),
-    "add_cross_attention": (False,),
-    "is_causal": (True,),
-}
 # Causal masks in old files are not weights.
 BUFFERS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 PREFIX = "transformer."
@@ -64,7 +53,7 @@ def load_gpt2(
     path = Path(path)
     file = config_beside(path)
     if file.is_file():
-        spec = read_spec(file)
+        spec = read_config(file, GPT2Spec.from_config)
     elif spec is None:
         raise UserError(
             f"{path}: no config.json tells the number of heads; put it beside the"
@@ -74,18 +63,6 @@ def load_gpt2(
         # Only the sizes are the given spec's: Hugging Face's GPT-2 always has gelu.
         spec = GPT2Spec(**spec.architecture() | {"mlp": "gelu"})
     return spec, load_params(path, spec, build_functions, LAYOUT, tied=True)
-
-
-def read_spec(file: Path) -> GPT2Spec:
-    """Return the spec of a config.json; UserError for an unsupported variant."""
-    config = read_object(file)
-    try:
-        check_supported(config, SUPPORTED)
-        Fp8ScaleLayout.from_config(config)  # raises for other quantizations
-        check_unquantized(config)
-        return GPT2Spec(**GPT2Spec.keys_of_huggingface(config))
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
 
 
 def save_gpt2(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from trainer.bounds import (
     POWER_OF_TWO,
@@ -16,7 +16,8 @@ from trainer.bounds import (
 )
 from trainer.errors import UserError
 from trainer.models.choices import REMAT_MODES, DecoderSpec
-from trainer.models.config_values import whole_number
+from trainer.models.config_values import check_supported, whole_number
+from trainer.models.fp8_checkpoints import check_quantization
 
 # The keys of each field in a config.json: GPT-2's, and other names that transformers
 # reads, or wrote.
@@ -26,6 +27,17 @@ CONFIG_KEYS = {
     "d_model": ("n_embd", "hidden_size"),
     "context": ("n_positions", "max_position_embeddings", "n_ctx"),
     "vocab_size": ("vocab_size",),
+}
+# Other GPT-2s do not compute the same function.
+SUPPORTED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 # transformers' values for keys that a config.json of `model_type` gpt2 leaves out
 CONFIG_DEFAULTS = {
@@ -139,16 +151,23 @@ class GPT2Spec(DecoderSpec):
         )  # fmt: skip
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
+        check_supported(config, SUPPORTED)
+        check_quantization(config)
         defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
         fields = {
-            name: size_of_huggingface(config, keys, defaults.get(name))
+            name: size_from_config(config, keys, defaults.get(name))
             for name, keys in CONFIG_KEYS.items()
         }
         d_mlp = whole_number(config, "n_inner", 4 * fields["d_model"])
         is_default = d_mlp == 4 * fields["d_model"]
         return fields | {"d_mlp": None if is_default else d_mlp, "mlp": "gelu"}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the spec of a config.json; UserError for an unsupported variant."""
+        return cls(**cls.fields_from_huggingface(config))
 
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
@@ -156,7 +175,7 @@ class GPT2Spec(DecoderSpec):
         return fields | {"d_mlp": self.mlp_width}
 
 
-def size_of_huggingface(
+def size_from_config(
     config: Mapping[str, Any], keys: Sequence[str], default: int | None
 ) -> int:
     """Return a size in a config.json, which may have several of these keys.

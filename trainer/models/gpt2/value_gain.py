@@ -47,9 +47,9 @@ class ValueGainAttention(Attention):
     scales of its gradient and of its FP8 kernel.
     """
 
-    def __init__(self, spec: GPT2Spec, layers: Factory, residual_stddev: float) -> None:
+    def __init__(self, spec: GPT2Spec, layers: Factory) -> None:
         assert spec.value_gain is not None
-        super().__init__(spec, layers, residual_stddev)
+        super().__init__(spec, layers)
         self.value_gain = spec.value_gain
         self.c_value = LastColumns(
             self.c_attn,

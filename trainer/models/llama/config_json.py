@@ -9,11 +9,10 @@ from trainer.errors import UserError
 from trainer.models.config_values import (
     boolean,
     check_supported,
-    check_unquantized,
     number,
     whole_number,
 )
-from trainer.models.fp8_checkpoints import Fp8ScaleLayout
+from trainer.models.fp8_checkpoints import check_quantization
 from trainer.models.llama.rope import rope_of, rope_to_config
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def fields_from_config(
     # transformers has two names of the function.
     supported["hidden_act"] = ("silu", "swish")
     check_supported(config, supported)
-    Fp8ScaleLayout.from_config(config)  # raises for other quantizations
-    check_unquantized(config)
+    check_quantization(config)
     check_architectures(config, config_format.class_name)
     sizes: dict[str, Any] = {
         field_name: whole_number(config, key) for key, field_name in SIZES.items()

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.files import read_object
+from trainer.models.config_values import read_config
 from trainer.models.fp8_checkpoints import quantization_of
 from trainer.models.llama.config_json import config_from_spec
 from trainer.models.llama.model import build_functions
@@ -58,23 +58,15 @@ def load_llama(
         or tensors that are missing, unknown or of another shape.
     """
     path = Path(path)
-    spec = read_spec(config_beside(path), cls)
-    params = load_params(path, spec, build_functions, layout_of(spec), tied=spec.tied)
-    return spec, params
-
-
-def read_spec(file: Path, cls: type[LlamaSpec]) -> LlamaSpec:
-    """Return the spec of a config.json; UserError for an unsupported variant."""
+    file = config_beside(path)
     if not file.is_file():
         raise UserError(
             f"{file} does not exist, and no tensor tells the number of heads; put it"
             " beside the weights"
         )
-    config = read_object(file)
-    try:
-        return cls.from_config(config)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+    spec = read_config(file, cls.from_config)
+    params = load_params(path, spec, build_functions, layout_of(spec), tied=spec.tied)
+    return spec, params
 
 
 def layout_of(spec: LlamaSpec) -> Layout:

@@ -11,7 +11,6 @@ References: Touvron et al. 2023, "Llama 2" (arXiv 2307.09288); Grattafiori et al
 """
 
 import functools
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -77,9 +76,7 @@ class Attention(nnx.Module):
     predict.
     """
 
-    def __init__(
-        self, spec: LlamaSpec, layers: Factory, residual_stddev: float
-    ) -> None:
+    def __init__(self, spec: LlamaSpec, layers: Factory) -> None:
         self.head_dim = spec.head_width
         self.tensor_axis = layers.tensor_axis
         self.attention = layers.attention
@@ -99,7 +96,12 @@ class Attention(nnx.Module):
         self.k_proj = linear("attn.k_proj", d_out=kv_width)
         self.v_proj = linear("attn.v_proj", d_out=kv_width)
         self.o_proj = layers.linear(
-            "attn.o_proj", q_width, spec.d_model, residual_stddev, "row", bias=False
+            "attn.o_proj",
+            q_width,
+            spec.d_model,
+            spec.residual_stddev,
+            "row",
+            bias=False,
         )
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is not None:
@@ -212,13 +214,10 @@ class Block(nnx.Module):
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: LlamaSpec, layers: Factory) -> None:
-        # 2 L branches add up in the residual stream: each starts with 1 / (2 L) of the
-        # variance.
-        residual_stddev = spec.init_std / math.sqrt(2 * spec.n_layer)
         self.attn_norm = RMSNorm(spec.d_model, spec.norm_eps, layers)
-        self.attn = Attention(spec, layers, residual_stddev)
+        self.attn = Attention(spec, layers)
         self.mlp_norm = RMSNorm(spec.d_model, spec.norm_eps, layers)
-        self.mlp = MLP(spec, layers, residual_stddev)
+        self.mlp = MLP(spec, layers)
         self.norms_after = spec.norms == "after"
 
     def pre_and_post(self, norm: Norm) -> tuple[Norm, Norm]:

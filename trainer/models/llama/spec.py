@@ -136,7 +136,7 @@ class LlamaSpec(DecoderSpec):
         )  # fmt: skip
 
     @classmethod
-    def keys_of_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+    def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
         fields = dataclasses.asdict(cls.from_config(config))
         return {name: fields[name] for name in cls.checkpoint_fields()}

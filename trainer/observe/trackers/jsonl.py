@@ -243,35 +243,35 @@ class JsonlTracker(Tracker):
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
         last_kept = step - start.redo_row
-        # The digest of the samples is inside that of the rows.
+        # The digest of the rows; that of the samples is its entry `samples`.
         state = start.checkpoint_state or {}
-        problems: list[str] = []
-
-        def saved_size(path: Path, saved: object) -> int:
-            """Return the size at the checkpoint; the largest if it is not known."""
-            digest = Digest.from_checkpoint(saved)
-            if digest is None:
-                return sys.maxsize
-            if problem := check_log(path, digest):
-                problems.append(
-                    f"{path} is not what the run wrote up to step {step}: {problem}"
-                )
-                return sys.maxsize
-            return digest.size
-
+        saved = {self.path: state, self.samples_path: state.get("samples")}
+        sizes = {}
+        problems = []
         with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
-            row_bytes = saved_size(self.path, state)
-            sample_bytes = saved_size(self.samples_path, state.get("samples"))
+            for path, value in saved.items():
+                # A log that does not fit its digest is cut by the steps of its rows.
+                sizes[path] = sys.maxsize
+                digest = Digest.from_checkpoint(value)
+                if digest is None:
+                    continue
+                damage = check_log(path, digest)
+                if damage is None:
+                    sizes[path] = digest.size
+                else:
+                    problems.append(
+                        f"{path} is not what the run wrote up to step {step}: {damage}"
+                    )
             self._logged = cut_rows(
-                self.path, step, size=row_bytes, redo_row=start.redo_row
+                self.path, step, size=sizes[self.path], redo_row=start.redo_row
             )
-            cut_samples(self.samples_path, last_kept, sample_bytes)
+            cut_samples(self.samples_path, last_kept, sizes[self.samples_path])
             self._rows = LogFile(self.path)
             self._samples = LogFile(self.samples_path)
         for problem in problems:
             self._warn(step, problem)
         if start.checkpoint_state is None and 0 <= self._logged < last_kept:
-            # An event of the next step is cut if the run starts here again.
+            # At the next step: a later resume from here cuts this event and repeats it.
             self._warn(
                 last_kept + 1,
                 f"{self.path} has no rows after step {self._logged} up to step"

@@ -27,8 +27,8 @@ from trainer.observe.trackers.wandb_files import last_local_step
 from trainer.text import python_command, redact
 
 QUEUE_SIZE = 1000  # calls that wait for W&B
-# W&B makes such ids. A run directory may be a stranger's, whose id could be that of a
-# run that the user named.
+# The form of the ids that W&B makes, which are random. An id in a stranger's run
+# directory could be one that the user chose, whose run would then be continued.
 RUN_ID = re.compile(r"[a-z0-9]{8}")
 ENQUEUE_SECONDS = 10.0  # if the queue is full for longer, W&B hangs
 FINISH_SECONDS = 60
@@ -125,8 +125,9 @@ class WandbTracker(Tracker):
                     logger.info("W&B run: %s", run.url)
             if run is None:
                 run = init("offline")
-                # Not its earlier parts: a stranger's log may name an entity of theirs,
-                # and a private file as an artifact, which `wandb sync` would upload.
+                # Earlier parts of the run are not named here. In a stranger's run they
+                # may name the stranger's entity and, as an artifact, a private file of
+                # this machine, which `wandb sync` would upload.
                 logger.info(
                     "W&B run, offline; to upload what this start records:"
                     " %s -m wandb sync %s",
@@ -140,7 +141,7 @@ class WandbTracker(Tracker):
             ) from error
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        # Not hidden, it would be a chart before all others.
+        # If it were not hidden, its chart would be before all others.
         run.define_metric("tokens", step_metric="step", hidden=True)
         run.define_metric("val/loss", summary="min")
         return run
@@ -261,7 +262,7 @@ def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -
 
     A file stores it too, for a run that is killed before its first checkpoint. A fork
     ignores the file, which may belong to another attempt, and gets a new id, because
-    W&B accepts each step only once. So does an id that W&B would not make.
+    W&B accepts each step only once. An id that does not match RUN_ID is replaced.
     """
     file = run_dir / "wandb" / "run_id"
     file.parent.mkdir(exist_ok=True)

@@ -71,7 +71,33 @@ def test_more_sequences_than_there_are_are_refused(settings, capsys):
 def test_a_precision_without_scales_is_refused(settings, capsys):
     _, arguments = settings
     assert run("explain", [*arguments[1:], "precision=bf16"]) == 2
-    assert "scaling=none has no scales to explain" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "scaling=none has no scales to explain; valid: propagate, mx," in error
+
+
+@pytest.mark.parametrize(
+    "precision", ["mxfp8", pytest.param("scalify_mxfp8", marks=pytest.mark.slow)]
+)
+def test_blocks_of_operands_are_a_table(settings, precision, capsys):
+    folder, arguments = settings
+    out = folder / f"{precision}.json"
+    assert (
+        run(
+            "explain", [*arguments[1:], f"precision={precision}", "top=2", f"out={out}"]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out.split("blocks of 12 operands;")[1]
+    shown = [line.split() for line in text.splitlines()[3:5]]
+    blocks = json.loads(out.read_text())["blocks"]
+    assert len(blocks) == 12  # four products of three operands
+    # Gradients of queries, keys and values are of different sizes.
+    assert shown[0][0] == "activation_gradients/h.0.attn.c_attn.out"
+    for tensor, spread, underflow, saturated in shown:
+        figures = blocks[tensor]
+        assert float(spread) == pytest.approx(figures["block_spread"], abs=0.005)
+        assert underflow == f"{figures['block_underflow']:.2%}"
+        assert saturated == f"{figures['block_saturated']:.2%}"
 
 
 @pytest.mark.slow  # the explanation itself: unit/scalify_core/test_explain.py

@@ -14,7 +14,7 @@ from precisions import SPEC, batch, policy, workload
 
 from trainer.model import Model
 from trainer.observe.numerics import CLASS_TITLES, format_name, make_numerics
-from trainer.observe.probe import FIGURE_NAMES
+from trainer.observe.records import FIGURE_NAMES
 from trainer.parallel.mesh import make_mesh
 from trainer.precision.blocks import BLOCK_FIGURES
 from trainer.step.optimizers import Muon
@@ -98,6 +98,16 @@ def test_every_tensor_has_the_format_of_its_cast_or_its_own(preset, kernel, rest
         for layers, formats in ((linear, kernel), (other, rest or kernel)):
             named = zip(CLASS_TITLES, layers, strict=True)
             assert [format_name(model, *tensor) for tensor in named] == formats
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_gradient_has_the_format_that_backward_e4m3_gives_its_layer(scan):
+    spec = dataclasses.replace(SPEC, n_layer=2, scan_layers=scan)
+    fine = dataclasses.replace(policy("scalify_fp8_fp16"), backward_e4m3=("*.c_fc",))
+    model = Model.make(spec, fine)
+    for layer, expected in (("c_fc", "e4m3"), ("c_proj", "e5m2")):
+        name = f"h.1.mlp.{layer}.out"
+        assert format_name(model, "activation_gradients", name) == expected
 
 
 def test_plain_arrays_have_no_scale_and_scaled_ones_are_near_rms_1():

@@ -83,7 +83,7 @@ def test_smooth_swiglu_keeps_the_aligned_channels_that_saturate_in_swiglu():
 
     def output(mlp, dot=None):
         factory = Factory("h.0", nnx.Rngs(params=0), dot_general_for=dot)
-        module = SwigluMLP(dataclasses.replace(spec, mlp=mlp), factory, 0.004)
+        module = SwigluMLP(dataclasses.replace(spec, mlp=mlp), factory)
         graphdef, params = nnx.split(module)
         params = nnx.to_pure_dict(params)
         apply = lambda params, x: nnx.merge(graphdef, params)(x, lambda x: x)

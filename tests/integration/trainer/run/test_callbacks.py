@@ -10,7 +10,7 @@ import pytest
 from trainer.observe.records import decode_row, encode_row, is_row
 from trainer.run import loop
 from trainer.run.callbacks import Callback, CallbackKind
-from trainer.run.metadata import Totals
+from trainer.run.totals import Totals
 
 ROW = {"train/loss": 2.0}
 
@@ -88,7 +88,7 @@ KEEP = Callback("checkpoint", 10, lambda context: context.save(), CallbackKind.S
         (CallbackKind.SAVE, 0, 21, True, False, True, True),
     ],
 )
-def test_when_a_job_happens_follows_from_its_phase(
+def test_when_a_callback_is_due_follows_from_its_kind(
     phase, every, step, last, stopping, is_spiking, happens
 ):
     context = SimpleNamespace(step=step, last=last)
@@ -110,7 +110,7 @@ def test_figures_are_in_the_row_texts_follow_it_and_the_checkpoint_covers_both(
 
 
 @pytest.mark.parametrize("stop_at", ["at the first", "at the second"])
-def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(
+def test_a_stop_request_at_a_callback_leaves_the_whole_step_to_the_resumed_run(
     monkeypatch, stop_at
 ):
     run = Recording([look("first"), look("second"), KEEP], stop_at=stop_at)
@@ -119,7 +119,7 @@ def test_a_stop_request_at_a_job_leaves_all_of_the_step_to_the_run_that_resumes(
     assert decode_row(unfinished) == ROW
 
 
-def test_a_job_that_takes_long_can_be_broken_off_inside(monkeypatch):
+def test_a_long_callback_can_be_interrupted_inside(monkeypatch):
     done = []
 
     def slow(context):

@@ -4,6 +4,7 @@ import glob
 import logging
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -72,6 +73,9 @@ def test_help_explains_commands_and_keys_in_80_columns(name, monkeypatch, capsys
         examples = [line for line in out.splitlines() if f"trainer {name} run" in line]
         assert all(line.startswith("    scalify-trainer ") for line in examples)
         assert all(line.count("scalify-trainer") == 1 for line in examples)
+        # `explain` has a run_dir of its own, which training's does not follow
+        keys = re.findall(r"^  ([a-z_.]+)=", out, re.MULTILINE)
+        assert len(keys) == len(set(keys))
 
 
 def test_help_lists_choices_once(monkeypatch, capsys):
@@ -139,6 +143,8 @@ def test_a_job_returns_its_last_validation_loss_for_sweepers(tmp_path):
     rows = '{"step": 1, "val/loss": 3.0}\n{"step": 2, "val/loss": 2.5}\n{"step": 3}\n'
     (tmp_path / "metrics.jsonl").write_text(rows)
     assert validation_loss(job) == 2.5
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": "NaN"}\n')
+    assert math.isnan(validation_loss(job))
     assert validation_loss(HydraJob(tmp_path, [], exit_code=3)) == math.inf
 
 

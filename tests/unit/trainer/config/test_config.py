@@ -287,10 +287,26 @@ def test_a_name_that_reads_as_a_number_is_a_name(name):
     assert data.sources == (name, "web.jsonl")
 
 
-def test_a_number_in_a_file_names_the_weights(tmp_path):
-    (tmp_path / "my.yaml").write_text("init_from: 123\n")
-    with pytest.raises(UserError, match=r"init_from=123 has neither a config\.yaml"):
-        compose_config([f"config={tmp_path / 'my.yaml'}", "model=from_init"])
+def test_a_number_in_a_file_is_no_text(tmp_path):
+    """1.10 is 1.1 to YAML: another directory, another tag of a data set."""
+    for key in ("run_dir", "init_from", "data.revision", "tracker.name"):
+        (tmp_path / "my.yaml").write_text(f"{key}: 1.10\n")
+        message = rf"{key}=1\.1: expected text, found a number, .* put it in quotes"
+        with pytest.raises(UserError, match=message):
+            compose_config([f"config={tmp_path / 'my.yaml'}"])
+    (tmp_path / "my.yaml").write_text(
+        "run_dir: '1.10'\ntracker.tags: ['1_0', '0x10']\n"
+    )
+    config = compose_config([f"config={tmp_path / 'my.yaml'}"])
+    assert (config.run_dir, config.tracker.tags) == ("1.10", ("1_0", "0x10"))
+
+
+def test_a_number_on_the_command_line_is_text_where_text_is_expected():
+    config = compose_config(["sample.prompt=1.10", "run_dir=1_0", "tracker.tags=[1e3]"])
+    assert config.sample.prompt == "1.10"
+    assert (config.run_dir, config.tracker.tags) == ("1_0", ("1e3",))
+    with pytest.raises(UserError, match="expected text, found a number"):
+        compose_config(["train.phases=[{trainable:[1.10]}]"])
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "a\udfff\ud800"])

@@ -1,8 +1,12 @@
 """Data sets that package `datasets` reads: what is read exactly, said, or refused."""
 
+import bz2
+import gzip
 import importlib
 import io
+import lzma
 import os
+import re
 import socket
 import tarfile
 import zipfile
@@ -14,6 +18,7 @@ from corpora import check_positions, documents_of, prepared, read, rows, write
 
 from trainer.data import HubSource, corpus
 from trainer.data.corpus import open_corpus
+from trainer.data.datasets_patches import check_is_own
 from trainer.data.hub_data import hub_errors, load_hub, open_builder
 from trainer.errors import UserError
 
@@ -268,6 +273,8 @@ REFUSED = [
             ("jsonl", "encoding_errors=replace"),
         )
     ),
+    csv("text\na\n\0\0", "train.csv: a line holds NUL, as where a file was damaged"),
+    ({"a.txt": "one\n\0\0\0\nthree"}, "a text holds NUL, as where a file was damaged"),
     (SAVES, "are shards of two saves of one data set"),
     # files elsewhere
     *(
@@ -327,25 +334,65 @@ def test_a_link_is_followed_nowhere_and_no_file_is_read_twice(tmp_path):
     refused(tmp_path, r"d.parquet is a link to ../blobs/d, where no file can be read")
 
 
+def tar(mode, member):
+    """The bytes of a tar archive of one file without content."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        archive.addfile(tarfile.TarInfo(member))
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
-    ("name", "member"), [("a.tar", "{}.txt"), ("a.jsonl.tar", "{}.jsonl")]
+    ("name", "content", "message"),
+    [
+        ("a.tar", tar("w", "a.txt"), "reads it as webdataset, and may"),
+        ("a.tar.gz", tar("w:gz", "a.txt"), "reads it as webdataset, and may"),
+        ("a.jsonl.tar", tar("w", "a.jsonl"), r"a\.jsonl\.tar is a tar arch.*; unpack"),
+        ("a.jsonl.bz2", bz2.compress(rows("a").encode()), r"2 is bzip2: .*decompress"),
+        ("a.jsonl.xz", lzma.compress(rows("a").encode()), r"z is xz: .*; decompress"),
+    ],
 )
-def test_an_archive_that_was_cut_between_two_files_is_refused(tmp_path, name, member):
-    content = b'{"text": "a"}\n'
-    buffer, ends = io.BytesIO(), []
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for i in range(3):
-            info = tarfile.TarInfo(member.format(i))
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-            ends.append(archive.offset)
-    column = "text" if member.endswith("jsonl") else "txt"
-    file = tmp_path / "set" / name
-    write(tmp_path, {f"set/{name}": buffer.getvalue()})
-    assert len(read_hub(tmp_path, tmp_path / "set", column=column)) == 3
-    for size in (ends[1], ends[1] + 100):
-        file.write_bytes(buffer.getvalue()[:size])
-        refused(tmp_path, r"is a tar archive without its end", column=column)
+def test_a_format_whose_reader_takes_damage_for_the_end_is_refused(
+    tmp_path, name, content, message
+):
+    """One bit of the header of a file or of a stream ends the archive."""
+    write(tmp_path / "set", {name: content})
+    refused(tmp_path, message)
+
+
+def test_no_file_is_read_twice_by_its_names_or_patterns(tmp_path, monkeypatch):
+    packed = gzip.compress(rows("a").encode())
+    write(tmp_path / "set", {"a.jsonl": rows("a"), "a.jsonl.gz": packed})
+    refused(tmp_path, r"a\.jsonl\.gz has the content of .*a\.jsonl by its name")
+    (tmp_path / "set" / "a.jsonl.gz").unlink()
+    paths = '{split: train, path: [a.jsonl, "*.jsonl"]}'
+    readme = f"---\nconfigs:\n- config_name: default\n  data_files: [{paths}]\n---\n"
+    write(tmp_path / "set", {"README.md": readme})
+    message = r"README.md names .*a\.jsonl by several patterns, and it would be read"
+    refused(tmp_path, message)
+    refused(tmp_path, message, streaming=True)
+    write(tmp_path / "set", {"README.md": readme.replace("a.jsonl, ", "")})
+    (tmp_path / "link").symlink_to("set")
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path / "set", "set", "./set/", "link", tmp_path / "link"):
+        assert read_hub(tmp_path, name) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (".", "http://localhost/a.csv"),
+        (".", "zip://a.csv::a.zip"),
+        ("own/set", "hf://datasets/you/private/a.csv"),
+        ("own/set", "hf://datasets/own/set@main/../../../you/private/a.csv"),
+        ("own/set", "/etc/passwd"),
+    ],
+)
+def test_a_file_elsewhere_is_not_the_data_sets_own(name, file):
+    check_is_own("own/set", "hf://datasets/own/set@main/data/a.csv")
+    check_is_own(".", "data/a.csv")
+    with pytest.raises(UserError, match=ELSEWHERE.format(".*")):
+        check_is_own(name, file)
 
 
 def test_a_file_that_becomes_another_split_is_another_content(tmp_path):
@@ -477,6 +524,35 @@ def test_a_set_of_the_hub_that_changed_is_not_continued(tmp_path, monkeypatch):
     write(tmp_path / "set", {"a.jsonl": rows([*texts, "one more"])})
     with pytest.raises(UserError, match=r"has changed since .* data\.revision="):
         next(open_corpus(source, tmp_path).read(first.position))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_position_of_streaming_is_none_of_a_table(tmp_path, streaming):
+    texts = [f"document {i}" for i in range(600)]
+    folder = write(tmp_path / "set", {"a.jsonl": rows(texts), "b.jsonl": rows(texts)})
+
+    def corpus_of(*, streaming):
+        source = HubSource(str(folder), streaming=streaming, max_documents=1100)
+        return open_corpus(source, tmp_path)
+
+    first = next(corpus_of(streaming=streaming).read(None))
+    [rest, *_] = corpus_of(streaming=streaming).read(first.position)
+    assert rest.texts[0] == texts[len(first.texts)]
+    message = f"in part with data.streaming={str(streaming).lower()}, by"
+    with pytest.raises(UserError, match=re.escape(message)):
+        next(corpus_of(streaming=not streaming).read(first.position))
+
+
+def test_a_table_of_a_file_that_changed_meanwhile_is_not_taken_later(tmp_path):
+    """The file is given its old content, and its old time of modification."""
+    folder = write(tmp_path / "set", {"a.jsonl": rows("a")})
+    os.utime(folder / "a.jsonl", (1, 1))
+    opened = open_corpus(HubSource(str(folder)), tmp_path)
+    for text in "ba":
+        write(folder, {"a.jsonl": rows(text)})
+        os.utime(folder / "a.jsonl", (1, 1))
+        list(opened.read(None))
+    assert read_hub(tmp_path, folder) == ["a"]
 
 
 def test_an_unknown_column_a_directory_without_files_and_an_unknown_split(tmp_path):

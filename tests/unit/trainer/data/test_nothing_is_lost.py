@@ -1,10 +1,16 @@
 """No text is left out, ends another or loses a character without a word."""
 
+import errno
+import gzip
 import json
+import os
 from types import SimpleNamespace
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from corpora import documents_of, prepared, rows, write
+from corpora import documents_of, prepared, read, rows, write
 from library_tokenizers import END, byte_level, saved
 from tokenizers import (
     AddedToken,
@@ -17,9 +23,12 @@ from tokenizers import (
 )
 
 from trainer.cli.prepare_data import describe
-from trainer.data import TextSource, get_tokenizer
+from trainer.data import HubSource, TextSource, get_tokenizer
 from trainer.data.byte_spelling import SPELLING
+from trainer.data.compressed import decompressed
+from trainer.data.corpus import open_corpus
 from trainer.data.files import expand
+from trainer.data.hub_data import local_files
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.preparation import SEARCHED, note_special_tokens
 from trainer.data.tokenizer import TRIED, changed_characters
@@ -53,6 +62,105 @@ def test_a_link_that_leads_nowhere_is_no_text_less(tmp_path):
             UserError, match=r"c\.txt is a link to .*/blobs/c, where no"
         ):
             expand((str(paths),))
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.txt", "*/*.txt", "*/b.txt"])
+def test_texts_in_a_directory_that_cannot_be_listed_are_not_left_out(
+    tmp_path, monkeypatch, pattern
+):
+    folder = write(tmp_path / "texts", {"a.txt": "a", "closed/b.txt": "b"})
+    path = str(folder / pattern)
+    assert folder / "closed" / "b.txt" in expand((path,))
+    fail_to_list(monkeypatch, "closed")
+    message = r"closed cannot be listed \(Input/output error\), so that its files would"
+    with pytest.raises(UserError, match=message):
+        expand((path,))
+    with pytest.raises(UserError, match=message):
+        local_files(folder)
+    assert expand((str(folder / "*.txt"),)) == [folder / "a.txt"]
+    (folder / "closed").rename(folder / ".closed")  # hidden ones are not read
+    assert expand((str(folder),)) == [folder / "a.txt"]
+    assert folder / "a.txt" in local_files(folder)
+
+
+def fail_to_list(monkeypatch, name):
+    """Let the disk fail at a directory, which glob and os.walk take for an empty one."""
+    scandir = os.scandir
+
+    def failing(path="."):
+        if str(path).rstrip("/").endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+
+
+def test_a_text_whose_directory_is_spelled_in_two_ways_is_not_read_twice(tmp_path):
+    folder = write(tmp_path / "texts", {"a.txt": "a", "a.txt.gz": gzip.compress(b"a")})
+    (tmp_path / "link").symlink_to(folder)
+    source = TextSource((str(folder / "a.txt"), str(tmp_path / "link" / "a.txt.gz")))
+    with pytest.raises(UserError, match=r"a\.txt\.gz has the content of .*read twice"):
+        open_corpus(source, tmp_path / "cache")
+
+
+def test_a_decompressed_text_under_the_key_of_another_is_made_anew(tmp_path):
+    def text_of(name):
+        return decompressed(tmp_path / name / "x.txt.gz", tmp_path / "cache")
+
+    for name in "ab":
+        write(tmp_path / name, {"x.txt.gz": gzip.compress(name.encode())})
+    a, b = map(text_of, "ab")
+    a.parent.rename(tmp_path / "moved")
+    b.parent.rename(a.parent)
+    assert text_of("a").read_text() == "a"
+
+
+@pytest.mark.parametrize("kind", ["text", "hub"])
+def test_a_letter_that_the_disk_changed_in_parquet_is_found(
+    tmp_path, monkeypatch, kind
+):
+    """Where the file has checksums of its pages, as of Spark and parquet-mr."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "a.parquet"
+    pq.write_table(
+        pa.table({"text": ["first", "second", "third"]}),
+        path,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    source = TextSource((str(path),)) if kind == "text" else HubSource(str(path.parent))
+    assert read(source, tmp_path) == ["first", "second", "third"]
+    path.write_bytes(path.read_bytes().replace(b"second", b"recond"))
+    with pytest.raises(UserError, match="could not verify page integrity"):
+        read(source, tmp_path)
+
+
+def test_rows_that_are_missing_at_the_end_of_arrow_data_are_missed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    texts = [f"text {i}" for i in range(2000)]  # two batches
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "set")
+    source = HubSource(str(tmp_path / "set"))
+    assert read(source, tmp_path) == texts
+    [path] = (tmp_path / "set").glob("*.arrow")
+    data = path.read_bytes()
+    stream = pa.BufferReader(data)
+    pa.ipc.open_stream(stream).read_next_batch()
+    for size in (stream.tell(), len(data) - 8):
+        path.write_bytes(data[:size])
+        with pytest.raises(UserError, match="lacks the end of Arrow data, so that"):
+            read(source, tmp_path)
+
+
+def test_files_of_one_content_are_said(tmp_path, capsys):
+    """Copies or hard links, of which one may be trained on and another validated on."""
+    files = dict.fromkeys(("a.txt", "b.txt", "c.txt"), "a") | {"d.txt": "", "e.txt": ""}
+    read(TextSource((str(write(tmp_path / "texts", files)),)), tmp_path)
+    line = "b.txt has the content of {}/a.txt (2 such files), which is read twice"
+    assert line.format(tmp_path / "texts") in capsys.readouterr().err
 
 
 def test_a_nul_in_a_text_ends_no_document(tmp_path):

@@ -3,6 +3,7 @@ that errors name the cause."""
 
 import errno
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -29,6 +30,7 @@ from trainer.data import (
     prepare,
 )
 from trainer.data.encode import uniform
+from trainer.data.shards import digest
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 from trainer.files import write_atomically
@@ -281,6 +283,29 @@ def test_an_altered_journal_is_one_message(jsonl, tmp_path, change, interrupted)
     journal.write_bytes(b"\n".join([change(first), *others]))
     with pytest.raises(UserError, match=r"journal.jsonl is damaged .*rm -r .*"):
         proceed()
+
+
+def test_a_journal_under_the_name_of_another_is_not_continued(tmp_path, interrupted):
+    """Rows of one size: each position is the start of a row in both files."""
+    proceed, directories = {}, {}
+    for name in ("alpha", "gamma"):
+        write(tmp_path, {f"{name}.jsonl": rows(f"{name} {i:05}" for i in range(9000))})
+        proceed[name] = interrupted(TextSource((str(tmp_path / f"{name}.jsonl"),)))
+        [directories[name]] = (tmp_path / "cache").glob(f"{name}-*")
+    directories["alpha"].rename(tmp_path / "alpha")
+    directories["gamma"].rename(directories["alpha"])
+    with pytest.raises(UserError, match="holds other data than its name says"):
+        proceed["alpha"]()
+    directories["alpha"].rename(directories["gamma"])
+    journal = directories["gamma"] / "journal.jsonl"
+    lines = map(json.loads, journal.read_text().splitlines())
+    left_out = ("fingerprint", "digest")
+    of_earlier_versions = [
+        {k: v for k, v in x.items() if k not in left_out} for x in lines
+    ]
+    sealed = [line | {"digest": digest(line)} for line in of_earlier_versions]
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in sealed))
+    assert Manifest.load(proceed["gamma"]()).splits["train"].documents > 8000
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_not_rounded_away(

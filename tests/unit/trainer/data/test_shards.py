@@ -260,7 +260,7 @@ def test_a_manifest_of_the_first_format_is_read_without_a_digest(directory):
 
 def test_altered_tokenizer_files_are_found(directory):
     path = directory / "tokenizer.json"
-    path.write_text(path.read_text().replace("1256", "1300"))
+    path.write_text(path.read_text().replace('>": 1256', '>": 1300'))
     with pytest.raises(UserError, match=r"tokenizer files of .* were altered"):
         Manifest.load(directory).get_tokenizer()
 
@@ -285,6 +285,34 @@ def test_a_shard_that_changes_under_a_loader_is_an_error_and_no_signal(
     # the same content is what the manifest says, whatever its times
     path.write_bytes(data)
     loader.samples(everything)
+
+
+def test_a_shard_that_is_replaced_after_it_was_verified_is_verified_again(
+    directory, monkeypatch
+):
+    opened = Manifest.open
+
+    def replaced_and_opened(manifest, split):
+        flip(directory / "train-00000.bin")
+        return opened(manifest, split)
+
+    monkeypatch.setattr(Manifest, "open", replaced_and_opened)
+    loader = ShardLoader(directory, "train", context=8, batch_size=2)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"train-00000\.bin has .*: altered"):
+            loader.samples(np.arange(loader.windows))
+
+
+def test_a_shard_that_was_damaged_and_replaced_is_the_new_file(directory):
+    loader = ShardLoader(directory, "train", context=8, batch_size=2)
+    everything = np.arange(loader.windows)
+    expected = loader.samples(everything).tokens
+    path = directory / "train-00000.bin"
+    copy = directory / "copy"
+    copy.write_bytes(path.read_bytes())
+    path.write_bytes(bytes(path.stat().st_size))
+    copy.rename(path)
+    assert (loader.samples(everything).tokens == expected).all()
 
 
 def test_ids_beyond_the_vocabulary_are_refused(directory):

@@ -1,6 +1,8 @@
 """`data=python`: the installed library as documents, the same every time, and told by
 the manifest."""
 
+import errno
+import os
 import platform
 import sys
 import sysconfig
@@ -59,6 +61,32 @@ def test_reading_goes_on_from_every_position(monkeypatch, library):
     monkeypatch.setattr(corpus, "FILES_PER_READ", 1)
     opened = corpus.python_corpus(find_library(library))
     assert len(check_positions(opened)) == 4
+
+
+@pytest.mark.parametrize("function", ["read_bytes", "scandir"])
+def test_a_part_that_cannot_be_read_is_not_left_out(monkeypatch, library, function):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    owner = Path if function == "read_bytes" else os
+    (library / "dangling.py").symlink_to("nowhere")  # as Debian's sitecustomize.py
+    find_library(library)
+    monkeypatch.setattr(owner, function, fail)
+    with pytest.raises(UserError, match=r"lib.* cannot be read \(Input/output error\)"):
+        find_library(library)
+
+
+def test_a_library_that_is_upgraded_while_it_is_read_is_refused(
+    monkeypatch, library, tmp_path
+):
+    opened = corpus.python_corpus(find_library(library))
+    (library / "zlib.py").write_text("import b\n" * 9)
+    monkeypatch.setattr(corpus, "python_corpus", lambda _: opened)
+    monkeypatch.setattr(corpus, "find_library", lambda: None)
+    with pytest.raises(
+        UserError, match=r"zlib\.py changed while it was read; run again"
+    ):
+        prepared(StandardLibrarySource(), tmp_path / "data")
 
 
 def test_without_source_it_says_so_in_a_line(tmp_path):

@@ -18,7 +18,7 @@ from trainer.data.tokenizer import (
     load_saved,
     tiktoken_file,
 )
-from trainer.data.word_patterns import GPT4, KNOWN_PATTERNS
+from trainer.data.word_patterns import GPT4, KNOWN_PATTERNS, RANKS
 from trainer.errors import UserError
 
 
@@ -78,11 +78,14 @@ def test_a_tiktoken_file_of_gpt2_s_ranks_is_gpt2(gpt2, tmp_path):
 
 
 def test_a_tiktoken_file_named_after_an_encoding_has_its_pattern_and_special_tokens(
-    small, tmp_path
+    small, tmp_path, monkeypatch
 ):
     path = tmp_path / "cl100k_base.tiktoken"
     # not cl100k's ranks, which are not on this machine
     path.write_bytes(tiktoken_file(small.tokens))
+    with pytest.raises(UserError, match="has 1,256 tokens of 100256; download or copy"):
+        get_tokenizer(str(path))
+    monkeypatch.setitem(RANKS, "cl100k_base", 1256)
     actual = get_tokenizer(str(path))
     assert actual.eot == 100257
     assert actual.vocab_size == 100277
@@ -133,6 +136,28 @@ def test_other_ends_are_other_tokenizers(tmp_path):
     first = get_tokenizer(str(path)).fingerprint
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
     assert get_tokenizer(str(path)).fingerprint != first
+
+
+@pytest.mark.parametrize("lines", [-1, -9, 500])
+def test_a_file_that_was_cut_at_the_end_of_a_line_is_no_smaller_tokenizer(
+    small, small_dir, tmp_path, lines
+):
+    merges = (small_dir / "vocab.bpe").read_bytes().splitlines(keepends=True)
+    ids = (small_dir / "encoder.json").read_bytes()
+    cut = b"".join(merges[:lines])
+    write(tmp_path / "merges", {"merges.txt": cut, "vocab.json": ids})
+    message = r"vocab\.json has '.*', which no merge of merges\.txt makes; download or"
+    with pytest.raises(UserError, match=message):
+        get_tokenizer(f"{tmp_path}/merges")
+    small.save(tmp_path)
+    ranks = (tmp_path / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
+    for content, message in (
+        (ranks[:lines], r"tokenizer\.tiktoken has .* tokens of 1256; download or copy"),
+        ([*ranks, ranks[0].replace(b" 0", b" 2000")], "line 1257: .* each token once"),
+    ):
+        (tmp_path / "tokenizer.tiktoken").write_bytes(b"".join(content))
+        with pytest.raises(UserError, match=message):
+            get_tokenizer(str(tmp_path))
 
 
 def test_merges_whose_ids_have_no_end_are_refused(small_dir, tmp_path):
@@ -246,7 +271,11 @@ END_0 = json.dumps({"pat_str": r"\S|\s", "special_tokens": {"<|endoftext|>": 0}}
             {"x.tiktoken": base64.b64encode(b"a" * 2000) + b" 0\n"},
             r"x\.tiktoken has a token of 2,000 bytes, of at most 1,024",
         ),
-        ({"gpt2.tiktoken": "IQ== 0\n"}, "255 of the 256 bytes have no id"),
+        ({"gpt2.tiktoken": "IQ== 0\n"}, r"n has 1 tokens of 50256; download or copy"),
+        (
+            {"a.tiktoken": "IQ== 0\n", "a.json": END_400},
+            "255 of the 256 bytes have no id",
+        ),
         (
             {"vocab.bpe": "#version: 0.2\na b c\n"},
             r"bpe, line 2: expected two tokens to",

@@ -13,7 +13,8 @@ from numpy.testing import assert_allclose
 
 from scalify_core.array.scaled_array import ScaledArray
 from scalify_core.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
-from trainer.observe.probe import FIGURE_NAMES, array_figures
+from trainer.observe.probe import array_figures
+from trainer.observe.records import FIGURE_NAMES
 
 
 def shown(x, **options):
@@ -30,7 +31,7 @@ def test_figures_of_eight_known_numbers(fmt):
     s = shown(ScaledArray(data, 2.0**-20))
     assert s.exponent == -20
     assert s.underflow == 4 / 8  # at most: two zeros and two subnormals
-    assert shown(data, zeros=False).underflow == 2 / 8
+    assert shown(data, count_zeros=False).underflow == 2 / 8
     assert s.saturated == 1 / 8
     expected = np.sqrt(np.mean(np.square(np.asarray(data, np.float64))))
     assert_allclose(s.rms, expected, rtol=8 * FP32.epsilon)
@@ -50,8 +51,8 @@ def test_underflow_of_a_cast_to_come_is_counted_exactly():
 def test_underflow_against_exact_values_tells_true_zeros_from_lost_ones():
     exact = jnp.array([0.0, 1e-9, 1e-3, 2e-9])
     narrow = exact.astype(HALF)
-    assert shown(narrow, unrounded=exact).underflow == 2 / 4
-    scaled = shown(ScaledArray(narrow, 1.0), unrounded=ScaledArray(exact, 1.0))
+    assert shown(narrow, uncast=exact).underflow == 2 / 4
+    scaled = shown(ScaledArray(narrow, 1.0), uncast=ScaledArray(exact, 1.0))
     assert scaled.underflow == 2 / 4
 
 

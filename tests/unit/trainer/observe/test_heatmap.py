@@ -51,4 +51,4 @@ def test_rows_with_a_layer_of_their_own_each_are_not_a_table_of_all_pairs():
     cells = len(layers) * len(steps)
     assert heatmap.MAX_CELLS / 2 < cells <= heatmap.MAX_CELLS
     assert np.isfinite(values["rms"]).sum() == len(steps)
-    assert peak < 2 * cells * 8 * len(heatmap.DRAWN_FIGURES)
+    assert peak < 2 * cells * 8 * len(heatmap.FIGURE_NAMES)

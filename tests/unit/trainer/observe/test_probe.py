@@ -12,7 +12,8 @@ from propagated import scalify
 
 from scalify_core import ScaledArray, asarray
 from scalify_core.ops.functional import gelu
-from trainer.observe.probe import FIGURE_NAMES, SLOT_SHAPE, array_figures, probe
+from trainer.observe.probe import SLOT_SHAPE, array_figures, probe
+from trainer.observe.records import FIGURE_NAMES
 
 EMPTY = jnp.zeros(SLOT_SHAPE)
 

@@ -157,6 +157,15 @@ def test_runs_are_directories_or_patterns_in_the_order_of_numbers(sweep, monkeyp
     assert runs == [sweep / "lr[2]", sweep / "3", sweep / "4"]
 
 
+def test_runs_without_a_log_are_said(sweep, capsys):
+    (sweep / "3" / "metrics.jsonl").unlink()
+    assert len(run_directories(str(sweep))) == 11
+    line = (
+        f"{sweep / '3'}: left out, without a metrics.jsonl (tracker=none, or no step)"
+    )
+    assert line in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("runs", "message"),
     [

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.observe.probe import FIGURE_NAMES
-from trainer.observe.records import encode_row
+from trainer.observe.records import FIGURE_NAMES, encode_row
 from trainer.run.builtin_callbacks import pictures, samples
 from trainer.run.callbacks import Interrupted, StepContext
 

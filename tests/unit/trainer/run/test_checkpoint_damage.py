@@ -154,6 +154,15 @@ def test_a_manifest_of_other_values_under_a_right_digest_is_damaged(
     assert open_checkpointer(keep_best=True).steps() == [2]
 
 
+def test_a_manifest_without_leaves_under_a_right_digest_is_named(
+    directory, open_checkpointer
+):
+    content = sealed({"format": 4, "step": 2, "meta": {}})
+    (directory / "2" / "manifest" / "metadata").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"checkpoint 2 in .*leaves"):
+        open_checkpointer().manifest()
+
+
 def test_the_best_checkpoint_is_chosen_by_intact_manifests_alone(
     open_checkpointer, with_losses
 ):

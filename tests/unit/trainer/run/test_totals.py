@@ -2,8 +2,7 @@
 
 from dataclasses import asdict
 
-from trainer.run.metadata import Totals
-from trainer.run.totals import continued_totals
+from trainer.run.totals import Totals, continued_totals
 
 
 def per_step(tokens, exchanged=0.0, samples=()):
