@@ -250,9 +250,13 @@ def _sign(eqn: Any, x: Value) -> Value:
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         constant = v.uniform(x)
-        if sc.has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
+        if (
+            sc.has_any_scale(constant)
+            and other.shape == eqn.outvars[0].aval.shape
+            and formats.holds(other.data.dtype, constant)
+        ):
             # Zero, infinities and NaN compare alike at any scale: the narrow data is
-            # read as it is, without a conversion.
+            # read as it is, without a conversion. E4M3 has no infinity.
             number = np.asarray(constant, other.data.dtype)
             return bind(
                 eqn, *((number, other.data) if x is a else (other.data, number))
