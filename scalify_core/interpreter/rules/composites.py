@@ -435,11 +435,12 @@ def _at_static_scale(x: Value, *, scale: float) -> Value:
 
 
 def _rebalanced(x: Value, *, factor: float) -> Value:
-    return v.value(
+    return v.settled(
         sc.times(v.data32(x), 1 / factor),
         sc.product(x.scale, factor),
         x.expected_rms / factor,
         x.dtype,
+        slack=math.inf,  # only to stay in the range of scales
     )
 
 

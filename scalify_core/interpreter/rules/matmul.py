@@ -129,7 +129,7 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
         v.value(lhs_kept, lhs.scale, lhs.expected_rms),
         v.value(rhs_kept, rhs.scale, rhs.expected_rms),
     )
-    return v.value(saturated(out), _scale(lhs, rhs, power), rms, dtype), (
+    return v.settled(saturated(out), _scale(lhs, rhs, power), rms, dtype), (
         *operands,
         *unused_scales(product),
     )
@@ -167,8 +167,8 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
     # returns, and FP16 stacks took Llama-2 7B from 33 to 45 GiB.
     d_rhs, rhs_dtype = saturated(d_rhs), np.dtype(product.rhs_gradient or dtype)
     return (
-        v.value(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rms, dtype),
-        v.value(
+        v.settled(saturated(d_lhs), _scale(gradient, rhs, lhs_power), lhs_rms, dtype),
+        v.settled(
             saturating_cast(d_rhs, rhs_dtype),
             _scale(lhs, gradient, rhs_power),
             rhs_rms,
