@@ -92,10 +92,10 @@ def result(
 ) -> Value:
     """Return a value as `scalify` returns it: a run-time scale, and data below 2^7.
 
-    That leaves room for readers that treat the data as if its RMS were near 1, and 31
-    octaves below the largest magnitude. Where a few elements are far above all others,
-    as masks or one loud token are, the others would lose digits. The largest is then
-    stored as that of an operand, which gives the others 8 octaves more.
+    That leaves room for readers that treat the data as if its RMS were near 1, and in
+    FP16 31 octaves below the largest magnitude. Where a few elements are far above all
+    others, as masks or one loud token are, the others would lose digits. The largest is
+    then stored as that of an operand, which in FP16 gives the others 8 octaves more.
 
     Args:
         x: a value, or an array.
@@ -177,9 +177,9 @@ def _measured_masked(
     # An array of masks alone keeps them: nothing is beside them.
     scale = lax.select(of_rest > of_zeros, scale, of_masks)
     lowest = scale * np.float32(-fmt.max)
-    # Beside numbers below 1e-6 the largest magnitude of FP16 was 2: no mask. E4M3 has
-    # no infinity.
-    if parts is None and np.dtype(dtype).itemsize == 2:  # a format with infinities
+    # Beside numbers below 1e-6 the largest magnitude of FP16 is at most 64: no mask.
+    # Not in 8 bits: E4M3 has no infinity.
+    if parts is None and np.dtype(dtype).itemsize == 2:
         infinite = lax.full_like(lowest, -np.inf)
         lowest = lax.select(lowest > -_LEAST_MASK, infinite, lowest)
     x = lax.select(is_mask, lax.max(x, amax.spread(lowest, x.shape)), x)
