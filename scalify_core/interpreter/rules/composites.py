@@ -388,7 +388,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     rows = math.prod(x.shape[:-1])
     dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rms, x.dtype, SQRT_2)
     if sc.is_static(divisor):
-        # It is measured and rescaled next, so read several times.
+        # Stored: a rescale in front of the norm reads it several times.
         dx = v.narrow(dx)
         dx = dataclasses.replace(dx, data=compiler_hints.kept_narrow(dx.data))
     return [

@@ -137,7 +137,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 @rule("integer_pow", "square")
 def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
-    if abs(n) > 4:  # the data's own power would leave FP32
+    if abs(n) > 4:  # further powers of the data itself may leave FP32
         return default(eqn, x)
     dtype = v.result_dtype(x)
     if n < 0:
@@ -185,8 +185,8 @@ def _root(degree: int, inverse: bool) -> Any:
                 rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.data32(x), rest))
         rms = x.expected_rms
-        # A run-time rest, of less than two octaves, is not known: the data is then off
-        # by less than one.
+        # A run-time rest is not known. Its root is below 2, so the data is off by less
+        # than an octave.
         if sc.is_static(rest):
             rms *= rest
         if inverse:
@@ -215,15 +215,15 @@ rule("cbrt")(_root(3, inverse=False))
     "erf",
     "erf_inv",
 )
-def _odd(eqn: Any, x: Value) -> Value:
-    """Evaluate an odd function that is nearly its argument where that is small.
+def _near_argument(eqn: Any, x: Value) -> Value:
+    """Evaluate a function that is nearly its argument where that is small.
 
     There the result has the argument's scale.
     """
     (y,) = default(eqn, x)
     if sc.is_static(x.scale):
-        # tanh and its kind are nearly linear below 1, and of size 1 above: at scale 1
-        # FP16 has no number for their results below 2^-25.
+        # At scale 1 FP16 has no number for results below 2^-25. Above 1 all are taken
+        # to be of size 1, as tanh is.
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return v.at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
@@ -328,8 +328,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     if sc.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
-    # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave
-    # FP32 and is then the limit.
+    # The quotient may leave FP32, and is then the limit.
     number = lax.clamp(
         np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit)
     )

@@ -83,8 +83,7 @@ def _terms(eqn: Any, a: Any, b: Any) -> float:
     """Return the number of terms in each element of a product's result."""
     params = eqn.params
     if eqn.primitive.name == "conv_general_dilated":
-        # All of a kernel but its output channels, also where groups make the input
-        # channels fewer.
+        # The input channels of a kernel are those of one group.
         return math.prod(b.shape) / b.shape[params["dimension_numbers"].rhs_spec[0]]
     if eqn.primitive.name == "ragged_dot_general":
         dims = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
@@ -94,9 +93,10 @@ def _terms(eqn: Any, a: Any, b: Any) -> float:
     return math.prod(a.shape[axis] for axis in contracting)
 
 
-# The FP8 product: a cast of data whose RMS is near 1, so no scale is computed.
+# The FP8 product: a cast of data whose RMS is near 1, which E4M3 holds with 31.5 dB, as
+# well as at a measured scale. So no scale is computed.
 # The residuals are the left operand in FP8, and the right operand, a parameter, as
-# given. With `keep_rhs` the right one is kept in FP8, too.
+# given: in FP8, too, where its data is FP32, or with `keep_rhs`.
 
 _MATRICES = (((1,), (0,)), ((), ()))
 
@@ -122,8 +122,6 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
             rhs_kept,
         )
 
-    # Scales are not computed here: the data is near RMS 1 already, which E4M3 holds
-    # with 31.5 dB, as well as at a measured scale.
     out, lhs_kept, rhs_kept = call_on_data(call, forward, lhs.data, rhs.data)
     operands = (
         v.value(lhs_kept, lhs.scale, lhs.expected_rms),
