@@ -428,8 +428,7 @@ def pow2_inverse(x: jax.Array) -> jax.Array:
     that needs its result, but make it a separate kernel.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    inverse = lax.sub(np.uint32(2 * 127 << 23), bits)
-    return lax.bitcast_convert_type(inverse, jnp.float32)
+    return lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), bits), jnp.float32)
 
 
 def pow2_floor(x: Any) -> Any:
@@ -515,9 +514,8 @@ def is_narrow(x: Any) -> bool:
 @functools.cache
 def is_narrow_dtype(dtype: Any) -> bool:
     """Return whether a dtype is floating point below 32 bits; None is no dtype."""
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return np.dtype(dtype).itemsize < 4
+    is_floating = dtype is not None and _is_float_dtype(dtype)
+    return is_floating and np.dtype(dtype).itemsize < 4
 
 
 def has_range_of_float32(dtype: Any) -> bool:

@@ -383,7 +383,10 @@ class Mx(Blocks):
 
 
 class PropagatedMx(Propagated, Mx):
-    """Scale propagation, with products of the data in blocks of 32."""
+    """Scale propagation, with products of the data in blocks of 32.
+
+    The differentiation is that of Propagated, the products are those of Mx.
+    """
 
     name = "propagate_mx"
     scales_gradients = False  # as in Mx, whose presets have E4M3 gradients everywhere
