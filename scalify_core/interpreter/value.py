@@ -440,11 +440,11 @@ def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:
-    """Return the value with its scale as arithmetic of this equation, and the value
-    before it was rescaled.
+    """Return the value, and what it was before it was rescaled, as operands of a sum.
 
     Both are the value itself, if it was not rescaled. A sum computes a new scale
-    anyway: if it starts from the value before, all its scalars are one kernel.
+    anyway: if it starts from the value before, all its scalars are one kernel. For that
+    the first gets its scale anew, an equal number, by arithmetic of this equation.
     """
     if v.pre_rescale is None:
         return v, v

@@ -66,7 +66,7 @@ _F32 = np.dtype(np.float32)
 # quantizes its own shard.
 _READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
 
-rules: dict[str, Callable] = {}  # of composites, by `registry.key_of` the equation
+composite_rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
 
 def measured_composite(*names: str) -> Callable:
@@ -76,7 +76,7 @@ def measured_composite(*names: str) -> Callable:
     """
 
     def register(fun: Callable) -> Callable:
-        rules.update((registry.COMPOSITE + name, fun) for name in names)
+        composite_rules.update((registry.COMPOSITE + name, fun) for name in names)
         return fun
 
     return register
@@ -111,7 +111,7 @@ def results(
         inner = dataclasses.replace(evaluate, stacks=stacks)
         return rule.fun(eqn, *operands, evaluate=inner)
     if eqn.primitive.name == "scalify_composite":
-        fun = rules.get(registry.key_of(eqn))
+        fun = composite_rules.get(registry.key_of(eqn))
         if fun is not None:
             return fun(eqn.params["call"], eqn, *operands)
     return wide_results(eqn, *operands)

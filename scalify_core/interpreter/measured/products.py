@@ -42,6 +42,8 @@ _GROUP = "group"
 class Reading(NamedTuple):
     """The coarsest and the finest granularity in which products can read a value.
 
+    Of x[B, T, D] in a product over D with a batch B: (B, 1, 1) and (B, T, 1).
+
     Attributes:
         must: one scale for each entry of a batch, and each group: these are unrelated,
             so their sizes are.

@@ -137,8 +137,9 @@ def _measured_masked(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x` with its masks saturated, its data and its scale.
 
-    The rest, without masks, has the scale `of_rest`. At a scale up to `furthest` its
-    largest element is at least 4 octaves above the format's smallest normal number.
+    `of_rest` is the scale of the rest, without masks. `furthest` is the largest scale
+    at which the largest element of the rest is at least 4 octaves above the format's
+    smallest normal number.
 
     1. If a scale up to `furthest` holds the masks, it is taken: masks are kept.
     2. Otherwise masks saturate, at the smallest scale at which that is at -`_MASK` or

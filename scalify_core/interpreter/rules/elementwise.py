@@ -36,8 +36,8 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
 
 @rule("add", "sub", "add_any")
 def _add(eqn: Any, a: Any, b: Any) -> Value:
-    # The operand itself, which keeps its scale and what it was before a rescale. Jaxprs
-    # have scalars beside arrays: then it would not have the result's shape.
+    # A sum with zero is the operand itself, with its scale and what it was before a
+    # rescale; not so a scalar beside an array of zeros, which has another shape.
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:

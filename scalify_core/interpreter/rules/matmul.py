@@ -109,9 +109,9 @@ def _forward(call: Any, lhs: Any, rhs: Any) -> tuple[Value, tuple]:
 
     def forward(lhs: Any, rhs: Any) -> tuple:
         lhs8, rhs8 = fp8_cast(lhs, E4M3), fp8_cast(rhs, E4M3)
-        # Of both orders the second is for products that sum over rows: the backward
-        # one of the left operand, and the forward one of the right.
         lhs_kept, rhs_kept = lhs8, rhs8 if rhs.dtype == np.float32 else rhs
+        # The second order is for products that sum over rows: the backward one of the
+        # left operand, which is kept, and the forward one of the right.
         if lhs.dtype == np.float32:  # its producer writes it in FP8
             lhs8, lhs_kept = _kept_twice(lhs8, product)
         if product.keep_rhs and rhs.dtype.itemsize == 2:
