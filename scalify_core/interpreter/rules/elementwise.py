@@ -249,7 +249,7 @@ def _sign(eqn: Any, x: Value) -> Value:
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to")
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
-        constant = v.uniform(x)
+        constant: Any = v.uniform(x)
         if (
             sc.has_any_scale(constant)
             and other.shape == eqn.outvars[0].aval.shape
