@@ -39,7 +39,7 @@ def unbatched_shape(call: Any, index: int, x: Any) -> tuple[int, ...]:
     call.
     """
     shape = list(x.shape)
-    for axes in reversed(call.in_axes):  # the outermost last
+    for axes in reversed(call.in_axes):  # the outermost first
         if axes[index] is not None:
             del shape[axes[index]]
     return tuple(shape)

@@ -1,9 +1,10 @@
 """The loop behind `scalify`: evaluate a jaxpr with scales.
 
-An equation that neither reads a `Value` nor casts to fewer than 32 bits is bound
-unchanged. For all others the scale policy decides. With `scales="static"`, rules
-propagate scales (`registry`). With `scales="auto"`, scales are measured where values
-are stored (`measured.policy`). Control flow is evaluated by the same rules under both.
+An equation that neither reads a `Value` nor casts to fewer than 32 bits is evaluated
+as it stands (`registry.plain`). For all others the scale policy decides. With
+`scales="static"`, rules propagate scales (`registry`). With `scales="auto"`, scales are
+measured where values are stored (`measured.policy`). Control flow is evaluated by the
+same rules under both.
 """
 
 import dataclasses
@@ -59,7 +60,8 @@ class Evaluator:
         return self.observer.jaxpr(jaxpr, args, lambda: self._evaluated(jaxpr, args))
 
     def _evaluated(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        # NumPy arrays of one number are constants, which set no scale, as literals are.
+        # NumPy arrays of one number are constants, as literals are: `value.lift` says
+        # which scale they have.
         env = dict(zip(jaxpr.constvars, map(registry.known, jaxpr.consts), strict=True))
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
@@ -126,7 +128,6 @@ class Evaluator:
         out = self(program.jaxpr, args)
         if self.measures:
             out = measuring.leaving(program.jaxpr, args, out, program.dtypes)
-            # An argument that comes back is that argument: no copy, and no new scale.
             given = {id(x): leaf for x, leaf in zip(args, leaves, strict=True)}
             out = [given.get(id(x), x) for x in out]
         return list(map(_as_result, out))

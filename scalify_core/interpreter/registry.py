@@ -18,8 +18,8 @@ equation, traced with float32 where the data may be narrower.
 A primitive without a rule is evaluated in FP32, with scale 1 (`default`). Beside this
 table, a new primitive may belong to:
 
-- `measured.products.MOVES`, `KEEP_AXES`: its elements only move, so that copies which
-  products read may move with them; the second keeps the axes, too.
+- `measured.products.MOVES`, `KEEP_AXES`: its elements move or change sign, so that
+  copies which products read may move with them; the second keeps the axes, too.
 - `measured.masks._KEEP`: an element of an operand may be an element of the result.
 - `measured.uses._NEEDS_NONZERO`, `_SCALED`: it must not read a zero that was no zero;
   its result is zero where an operand is.
@@ -177,7 +177,8 @@ def forward_rule(name: str, *, wide: bool = False) -> Callable:
 def default(eqn: Any, *operands: Any) -> list[Any]:
     """Evaluate a primitive or composite without a rule in FP32, with scale 1.
 
-    The result is correct without a rule, so there is no warning.
+    There is no warning: the result is that of FP32 until it is stored. Far from 1 it
+    then saturates or underflows, which `explain` names.
     """
     dtype = v.result_dtype(*operands)
     return [
@@ -459,7 +460,7 @@ def _as_wide_as(x: Any, aval: Any) -> Any:
     x = v.logical(x)
     if not is_float(aval) or isinstance(x, jax.Ref):
         return x
-    # A program with x64 keeps FP64's digits.
+    # A program with x64 keeps FP64's digits, where the scale is 1.
     if aval.dtype.itemsize > 4:
         return lax.convert_element_type(x, aval.dtype)
     return formats.as_float32(x)

@@ -54,10 +54,9 @@ def scalify(
             of a product or as a result, gets a measured power of two: that of its
             largest magnitude (`scalify_core.interpreter.measured`). "static" is for
             users who place the rescales themselves. Rules propagate the sizes expected
-            of independent numbers, and scales are measured only in `dynamic_rescale_*`.
-            The program has no more operations than the plain one. A plain array has
-            scale 1 beside scaled ones, constants have any scale, and the carry of a
-            loop needs a rescale in each iteration.
+            of independent numbers. Scales are measured in `dynamic_rescale_*`, in FP8
+            attention, and in each iteration of a loop for whose carry no static scale
+            serves. A plain array has scale 1 beside scaled ones, a constant its own.
 
     Returns:
         A function of the same arguments, which may contain ScaledArrays. A
@@ -67,11 +66,12 @@ def scalify(
         With measured scales, products and results have the dtypes of plain code whose
         arrays have the formats of the data (FP16 for those of 8 bits). So they are FP32
         by a cast or by promotion. These dtypes come from a second trace; if it fails or
-        has other products, a `PrecisionWarning` says so. With static scales all results
-        have the format of the data. Complex numbers have no scale: they are plain, and
-        so are the results computed from them (`irfft(rfft(x))`). ScaledArrays that
-        `fun` itself makes are plain numbers inside it and in its results; use
-        `set_scaling` to choose the scale of a result.
+        has other products, a `PrecisionWarning` says so. With static scales results
+        have the format of the data, but the gradient of `gelu`'s bias, which is FP32.
+        Complex numbers have no scale: they are plain, and so are the results computed
+        from them (`irfft(rfft(x))`). ScaledArrays that `fun` itself makes are plain
+        numbers inside it and in its results; use `set_scaling` to choose the scale of a
+        result.
 
         Called outside `jit`, `fun` runs at each call and reads the current value of its
         globals, like any JAX function. Put a training step under `jax.jit`, which
@@ -155,9 +155,6 @@ def _collector_paused() -> Iterator[None]:
         if enabled:
             gc.enable()
             gc.collect(1)  # one search of the new objects, where two would follow
-
-
-# A call of a function, as a function of the arrays among its arguments.
 
 
 class FlatCall(NamedTuple):

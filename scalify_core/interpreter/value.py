@@ -301,13 +301,13 @@ def unscaled(v: Any, dtype: Any = _F32) -> Any:
 
 
 def logical(v: Any) -> Any:
-    """Return the logical value as a plain array, in FP64 where the data is.
+    """Return the logical value as a plain array.
 
-    Plain operands are materialized.
+    Plain operands are materialized. FP64 data at scale 1, as all is between stores of
+    measured scales, stays FP64; at other scales the result is FP32.
     """
     if not isinstance(v, Value):
         return materialize(v)
-    # Not FP32 in any case: a user's cast to FP64 keeps its digits.
     return times(at_least_float32(v.data), v.multiple)
 
 
@@ -428,7 +428,8 @@ def rescaled_by(statistic: Any, v: Value) -> Value:
 def rescaled_by_rms(v: Value) -> Value:
     """Return the value at the power of two nearest to its measured RMS."""
     # Not `scales.rms_of`, which reads the data twice, for its peak and for its squares.
-    # Data is near 1, so its squares stay in FP32.
+    # So data beyond 2^63 or below 2^-63 keeps its scale: that of a plain array, whose
+    # scale is 1.
     return rescaled_by(lambda data: jnp.sqrt(jnp.mean(jnp.square(data))), v)
 
 
@@ -439,11 +440,11 @@ def _rescaling(v: Value, power: Any) -> tuple[Any, Any]:
 
 
 def before_rescaling(v: Value) -> tuple[Value, Value]:
-    """Return the value with its scale as arithmetic of this equation, and the value
-    before it was rescaled.
+    """Return the value, and what it was before it was rescaled, as operands of a sum.
 
     Both are the value itself, if it was not rescaled. A sum computes a new scale
-    anyway: if it starts from the value before, all its scalars are one kernel.
+    anyway: if it starts from the value before, all its scalars are one kernel. For that
+    the first gets its scale anew, an equal number, by arithmetic of this equation.
     """
     if v.pre_rescale is None:
         return v, v
@@ -533,7 +534,7 @@ def _packed(x: Any, is_number: bool) -> Any:
         is_number and jnp.issubdtype(dtype, jnp.integer)
     )
     # A number in the structure is one trace for each number: right for constants, which
-    # set scales, and wrong for indices that change at each call.
+    # have scales of their own, and wrong for indices that change at each call.
     if number is None or not is_number:
         return jnp.asarray(x)
     return Constant(number, np.shape(x), np.dtype(dtype))

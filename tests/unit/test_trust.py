@@ -22,6 +22,7 @@ from scalify_core import (
     scalify,
 )
 from scalify_core.ops.functional import gelu
+from scalify_core.static import dynamic_rescale_max, dynamic_rescale_rms
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trust.md").read_text()
 X = as_scaled_array(jnp.arange(1.0, 5.0), dtype=HALF)
@@ -54,6 +55,30 @@ def test_the_lowest_number_masks_after_a_product_but_not_as_an_argument():
         assert_allclose(actual, asarray(q)[:, :2], rtol=2**-10)
     assert not asarray(scalify(masked)(q, w, jnp.asarray(lowest))).any()
     assert "dot_general" in explain(masked, q, w, jnp.asarray(lowest)).first_loss
+
+
+def test_a_written_unit_of_1e9_counts_as_a_mask_and_one_that_is_an_argument_does_not():
+    x = as_scaled_array(jnp.asarray([-1.0, -0.5, -1e-3, 1e-3]), dtype=HALF)
+    in_units = lambda x, unit=1e9: (x**3 * unit).astype(HALF)
+    assert (asarray(scalify(in_units)(x))[:2] > -1e4).all()
+    assert "saturate" in explain(in_units, x).first_loss
+    actual = asarray(scalify(in_units)(x, F32(1e9)))
+    assert_allclose(actual, asarray(x) ** 3 * 1e9, rtol=2**-9)
+
+
+def test_far_from_1_static_scales_need_a_rule_and_the_largest_magnitude():
+    large = as_scaled_array(jnp.full(4, 2.0**20), 2.0**20, dtype=HALF)
+    fifth = lambda x: x**5
+    assert_array_equal(asarray(scalify(fifth, scales="static")(large)), 65504)
+    assert "integer_pow" in explain(fifth, large, scales="static").first_loss
+    small = jnp.full(4, 1e-25)
+    for rescale, expected in ((dynamic_rescale_rms, 0), (dynamic_rescale_max, 1e-25)):
+        fun = lambda x, p, rescale=rescale: rescale(x * p)
+        one = as_scaled_array(jnp.ones(4), 1.0, dtype=HALF)
+        actual = asarray(scalify(fun, scales="static")(one, small))
+        assert_allclose(actual, expected, rtol=2**-10)
+        has_lost = explain(fun, one, small, scales="static").first_loss is not None
+        assert has_lost == (expected == 0)
 
 
 def test_an_optimizer_step_with_narrow_moments_is_better_done_outside():

@@ -16,7 +16,8 @@ from scalify_core.numerics.formats import is_float
 from scalify_core.numerics.jaxprs import CALLS, inner_jaxpr, per_jaxpr
 
 # At or below this an element is a mask, if the program contains a literal of this
-# magnitude: programs do not compute with such numbers.
+# magnitude. The cost: `-x * 1e9`, in other units, saturates as a mask where it stands
+# beside nothing but numbers 2^26 times as small (docs/trust.md).
 WRITTEN = -1e7
 # At or below this an element is always a mask: the lowest FP32 number, or a large part
 # of it.

@@ -1,18 +1,27 @@
 """The policy of measured scales: FP32 between stores, a measured power of two at each.
 
-Every equation runs on logical values in FP32, but for products, casts and FP8
-composites. These read their operands in narrow formats; the scale of a stored operand
-follows from its largest magnitude. A `Value` is either *wide*, FP32 data at scale 1, or
-data as it is stored. It keeps the copies that were stored of it, so that one rounding
-serves all products that read it alike.
+Every equation runs on logical values in FP32, but for products, attention and moves of
+stored data. These read narrow formats; the scale of a stored value follows from its
+largest magnitude. A `Value` is either *wide*, FP32 data at scale 1, or data as it is
+stored. It keeps the copies that were stored of it, so that one rounding serves all
+products that read it alike.
+
+A value is stored narrow here:
+
+- as an operand: `quantized_copy`, for `_product`, `composites` and, ahead of a move, a
+  call or a loop, `quantize_for_products`;
+- by the user's cast: `_convert`, and `composites` for `set_scaling`;
+- in the stack of a scan: `_stacks` says which, `stacked` stores it;
+- as a result of the program: `leaving`.
 
 The format of a product is decided here:
 
-- `_product`: 16 bits (FP8 data counts as FP16), or FP32. It is FP32 where plain code
-  has it in FP32, which `reference_trace` marks by the precision `IN_FULL`, and where it
-  may select elements (`_may_select_elements`). So it is, at the default precision, with
-  FP32 data, where a sum has one term and where a convolution has groups
-  (`products.is_narrow_product`).
+- `_product`: 16 bits (FP8 data counts as FP16), or FP32. It is FP32
+    - where plain code has it in FP32, which `reference_trace` marks by the precision
+      `IN_FULL`;
+    - where it may select elements (`_may_select_elements`);
+    - with FP32 data, where a sum has one term and where a convolution has groups
+      (`products.is_narrow_product`), all at the default precision.
 - FP8 is the user's choice, `ops.matmul.Fp8DotGeneral`: `composites._fp8`.
 - Attention has 16 bits (`composites._attention`). Other composites without a rule in
   `composites`, as `linear_cross_entropy`, have FP32 products.
@@ -57,7 +66,7 @@ _F32 = np.dtype(np.float32)
 # quantizes its own shard.
 _READ_FURTHER_ON = (CALLS | MOVES | {"scan"}) - {"shard_map"}
 
-rules: dict[str, Callable] = {}  # of composites, by `registry.key_of` the equation
+composite_rules: dict[str, Callable] = {}  # by `registry.key_of` the equation
 
 
 def measured_composite(*names: str) -> Callable:
@@ -67,7 +76,7 @@ def measured_composite(*names: str) -> Callable:
     """
 
     def register(fun: Callable) -> Callable:
-        rules.update((registry.COMPOSITE + name, fun) for name in names)
+        composite_rules.update((registry.COMPOSITE + name, fun) for name in names)
         return fun
 
     return register
@@ -102,7 +111,7 @@ def results(
         inner = dataclasses.replace(evaluate, stacks=stacks)
         return rule.fun(eqn, *operands, evaluate=inner)
     if eqn.primitive.name == "scalify_composite":
-        fun = rules.get(registry.key_of(eqn))
+        fun = composite_rules.get(registry.key_of(eqn))
         if fun is not None:
             return fun(eqn.params["call"], eqn, *operands)
     return wide_results(eqn, *operands)
@@ -321,7 +330,7 @@ def _product(eqn: Any, operands: Sequence[Any], jaxpr: Any) -> list[Any]:
             quantized_copy(x, fmt, reading, common, operand_mask_limit(atom, jaxpr))
         )
     # The products of stored data are summed in FP32; both scales come after the sum, so
-    # neither the product nor the sum can leave the range of FP32.
+    # FP16 data cannot leave the range of FP32 in the product or the sum.
     stored_a, stored_b = copies
     others = list(map(formats.materialize, rest))
     out = eqn.primitive.bind(
@@ -383,7 +392,7 @@ def leaving(
 ) -> list[Any]:
     """Return the results of a program in storage form: values and arrays.
 
-    An argument that is returned, or only cast to FP32, is returned as the same object.
+    An argument that is returned is the same object, unless plain code widens it.
 
     Args:
         jaxpr: the program.

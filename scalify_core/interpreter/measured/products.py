@@ -42,6 +42,8 @@ _GROUP = "group"
 class Reading(NamedTuple):
     """The coarsest and the finest granularity in which products can read a value.
 
+    Of x[B, T, D] in a product over D with a batch B: (B, 1, 1) and (B, T, 1).
+
     Attributes:
         must: one scale for each entry of a batch, and each group: these are unrelated,
             so their sizes are.
@@ -203,8 +205,8 @@ def scaled_by(
 ) -> jax.Array:
     """Return the FP32 product of two operands' data times both scales.
 
-    The smaller scale is multiplied in first: operands are stored 14 octaves above 1. So
-    the product of two scales leaves FP32 where that of the logical operands is 28
+    The smaller scale is multiplied in first: FP16 operands are stored 14 octaves above
+    1. So the product of two scales leaves FP32 where that of the logical operands is 28
     octaves from its limit. An infinite scale would make NaN of zeros.
 
     Args:
@@ -266,7 +268,7 @@ def scale_for(scale: Any, axis_labels: Labels, result: Labels) -> Any:
 # them. So the readers of a variable are found before it is stored, in its own jaxpr and
 # in the jaxprs of calls and loops.
 
-# Elements only move, so a stored copy may be moved without storing it anew.
+# Elements move or change sign, so a stored copy may be moved without storing it anew.
 MOVES = frozenset(
     {
         "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "slice",

@@ -92,10 +92,10 @@ def result(
 ) -> Value:
     """Return a value as `scalify` returns it: a run-time scale, and data below 2^7.
 
-    That leaves room for readers that treat the data as if its RMS were near 1, and 31
-    octaves below the largest magnitude. Where a few elements are far above all others,
-    as masks or one loud token are, the others would lose digits. The largest is then
-    stored as that of an operand, which gives the others 8 octaves more.
+    That leaves room for readers that treat the data as if its RMS were near 1, and in
+    FP16 31 octaves below the largest magnitude. Where a few elements are far above all
+    others, as masks or one loud token are, the others would lose digits. The largest is
+    then stored as that of an operand, which in FP16 gives the others 8 octaves more.
 
     Args:
         x: a value, or an array.
@@ -137,8 +137,9 @@ def _measured_masked(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x` with its masks saturated, its data and its scale.
 
-    The rest, without masks, has the scale `of_rest`. At a scale up to `furthest` its
-    largest element is at least 4 octaves above the format's smallest normal number.
+    `of_rest` is the scale of the rest, without masks. `furthest` is the largest scale
+    at which the largest element of the rest is at least 4 octaves above the format's
+    smallest normal number.
 
     1. If a scale up to `furthest` holds the masks, it is taken: masks are kept.
     2. Otherwise masks saturate, at the smallest scale at which that is at -`_MASK` or
@@ -177,9 +178,9 @@ def _measured_masked(
     # An array of masks alone keeps them: nothing is beside them.
     scale = lax.select(of_rest > of_zeros, scale, of_masks)
     lowest = scale * np.float32(-fmt.max)
-    # Beside numbers below 1e-6 the largest magnitude of FP16 was 2: no mask. E4M3 has
-    # no infinity.
-    if parts is None and np.dtype(dtype).itemsize == 2:  # a format with infinities
+    # Beside numbers below 1e-6 the largest magnitude of FP16 is at most 64: no mask.
+    # Not in 8 bits: E4M3 has no infinity.
+    if parts is None and np.dtype(dtype).itemsize == 2:
         infinite = lax.full_like(lowest, -np.inf)
         lowest = lax.select(lowest > -_LEAST_MASK, infinite, lowest)
     x = lax.select(is_mask, lax.max(x, amax.spread(lowest, x.shape)), x)

@@ -91,10 +91,9 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
     growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
-    # Probabilities of 1/T times FP16 gradients of 1 would be among the subnormal
-    # numbers, so gradients are multiplied by `lift`, and results divided by it. In a
-    # simulation errors are the same without it at 1024 and 4096 tokens: it stays
-    # because golden runs have other bits then (docs/lab.md).
+    # Gradients are multiplied by `lift`, and results divided by it. In a simulation
+    # errors are the same without it at 1024 and 4096 tokens: it stays because golden
+    # runs have other bits then (docs/lab.md).
     lift = 2.0 ** round(-math.log2(growth)) if q.data.dtype == np.float16 else 1.0
     # The kernel wants all operands in one dtype.
     raised = formats.saturating_cast(sc.times(v.data32(gradient), lift), q.data.dtype)

@@ -29,7 +29,7 @@ from scalify_core.numerics.formats import pow2_round
 # data is within [1/16, 16], where E4M3 and E5M2 round as well as at 1.
 _FAR = 256.0
 # Beside a run-time scale, constants of at least this magnitude are start values: FP16's
-# largest number, 65504, is below it, so no data at scale 1 has them.
+# largest number, 65504, is below it, so no FP16 data at scale 1 has them.
 _SENTINEL = 2.0**16
 
 
@@ -66,8 +66,6 @@ def common_form(alternatives: tuple) -> Form | None:
         for x in alternatives
         if not isinstance(x, Value) and not sc.has_any_scale(v.uniform(x))
     ]
-    # At 16 times its own scale the data of a branch has an RMS of 1/16, which rounds as
-    # well as 1, in E4M3 too.
     if not sc.near([x.scale for x in values]):
         return Form(None, 1.0, dtype, wide=wide)
     return Form(
@@ -137,7 +135,7 @@ def _formed(data: Any, scale: Any, form: Form) -> Value:
     if not form.wide:
         data = formats.saturating_cast(data, form.dtype)
     elif form.dtype.itemsize > 4:
-        # A program with x64 keeps the digits of its FP64 carry.
+        # A program with x64 keeps the digits of an FP64 carry, if its scale is 1.
         data = jnp.asarray(data, form.dtype)
     else:
         data = formats.as_float32(data)

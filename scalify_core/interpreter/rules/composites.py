@@ -388,7 +388,7 @@ def _norm_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     rows = math.prod(x.shape[:-1])
     dx = v.settled(dx, sc.ratio(gradient.multiple, x.scale), rms, x.dtype, SQRT_2)
     if sc.is_static(divisor):
-        # It is measured and rescaled next, so read several times.
+        # Stored: a rescale in front of the norm reads it several times.
         dx = v.narrow(dx)
         dx = dataclasses.replace(dx, data=compiler_hints.kept_narrow(dx.data))
     return [
@@ -435,11 +435,12 @@ def _at_static_scale(x: Value, *, scale: float) -> Value:
 
 
 def _rebalanced(x: Value, *, factor: float) -> Value:
-    return v.value(
+    return v.settled(
         sc.times(v.data32(x), 1 / factor),
         sc.product(x.scale, factor),
         x.expected_rms / factor,
         x.dtype,
+        slack=math.inf,  # only to stay in the range of scales
     )
 
 

@@ -49,7 +49,7 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     flags = params["name"], donated, params["inline"], params["keep_unused"]
-    # Constants enter as structure: at run time they would set scales inside.
+    # Constants enter as structure: as arrays they would count as scale 1 inside.
     packed = pack(operands, _integers_made_floats(params["jaxpr"]))
     out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
     # An argument that comes back is that argument: no copy, and no new scale.
@@ -319,7 +319,7 @@ def _packed_results(
     jaxpr: Any, evaluate: Any, carry_count: int, packed: Any
 ) -> list[Any]:
     out = evaluate(jaxpr, unpack(packed))
-    # Measured scales leave a body in FP32, but for the stacks of a scan.
+    # With measured scales all that is to be narrow is stored already.
     if not evaluate.measures:
         out = [_result(x, i < carry_count) for i, x in enumerate(out)]
     return pack(out)

@@ -36,8 +36,8 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
 
 @rule("add", "sub", "add_any")
 def _add(eqn: Any, a: Any, b: Any) -> Value:
-    # The operand itself, which keeps its scale and what it was before a rescale. Jaxprs
-    # have scalars beside arrays: then it would not have the result's shape.
+    # A sum with zero is the operand itself, with its scale and what it was before a
+    # rescale; not so a scalar beside an array of zeros, which has another shape.
     if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
         return a
     if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
@@ -137,7 +137,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
 @rule("integer_pow", "square")
 def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
-    if abs(n) > 4:  # the data's own power would leave FP32
+    if abs(n) > 4:  # further powers of the data itself may leave FP32
         return default(eqn, x)
     dtype = v.result_dtype(x)
     if n < 0:
@@ -185,8 +185,8 @@ def _root(degree: int, inverse: bool) -> Any:
                 rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.data32(x), rest))
         rms = x.expected_rms
-        # A run-time rest, of less than two octaves, is not known: the data is then off
-        # by less than one.
+        # A run-time rest is not known. Its root is below 2, so the data is off by less
+        # than an octave.
         if sc.is_static(rest):
             rms *= rest
         if inverse:
@@ -215,15 +215,15 @@ rule("cbrt")(_root(3, inverse=False))
     "erf",
     "erf_inv",
 )
-def _odd(eqn: Any, x: Value) -> Value:
-    """Evaluate an odd function that is nearly its argument where that is small.
+def _near_argument(eqn: Any, x: Value) -> Value:
+    """Evaluate a function that is nearly its argument where that is small.
 
     There the result has the argument's scale.
     """
     (y,) = default(eqn, x)
     if sc.is_static(x.scale):
-        # tanh and its kind are nearly linear below 1, and of size 1 above: at scale 1
-        # FP16 has no number for their results below 2^-25.
+        # At scale 1 FP16 has no number for results below 2^-25. Above 1 all are taken
+        # to be of size 1, as tanh is.
         return v.settled(y.data, 1.0, min(x.size, 1.0), y.dtype)
     return v.at_scale(y, sc.smallest(sc.unless_of_zeros(x.scale, 1.0), 1.0))
 
@@ -249,10 +249,14 @@ def _sign(eqn: Any, x: Value) -> Value:
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to")
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
-        constant = v.uniform(x)
-        if sc.has_any_scale(constant) and other.shape == eqn.outvars[0].aval.shape:
+        constant: Any = v.uniform(x)
+        if (
+            sc.has_any_scale(constant)
+            and other.shape == eqn.outvars[0].aval.shape
+            and formats.holds(other.data.dtype, constant)
+        ):
             # Zero, infinities and NaN compare alike at any scale: the narrow data is
-            # read as it is, without a conversion.
+            # read as it is, without a conversion. E4M3 has no infinity.
             number = np.asarray(constant, other.data.dtype)
             return bind(
                 eqn, *((number, other.data) if x is a else (other.data, number))
@@ -324,8 +328,7 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
     if sc.is_static(scale):
         number = min(max(constant / scale, -limit), limit)
         return lax.full(np.shape(x), np.asarray(number, out_dtype), out_dtype)
-    # Divided in two steps: the reciprocal of a scale is a scale, the quotient may leave
-    # FP32 and is then the limit.
+    # The quotient may leave FP32, and is then the limit.
     number = lax.clamp(
         np.float32(-limit), lax.div(np.float32(constant), scale), np.float32(limit)
     )

@@ -67,8 +67,6 @@ def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
     )
 
 
-# Reductions.
-
 # Scales are positive, so the largest element of the data is that of the value.
 structural(
     "argmax",

@@ -76,6 +76,17 @@ def test_a_constant_that_the_format_holds_costs_no_conversion():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [HALF, jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_numbers_compare_with_infinity_also_in_a_format_that_has_none(dtype, kind):
+    x = ScaledArray(ROW.astype(dtype), KINDS[kind](2.0**100))
+    for compare in (jnp.less, jnp.greater, jnp.not_equal):
+        for infinity in (jnp.inf, -jnp.inf):
+            expected = compare(asarray(x), infinity)
+            actual = scalify(lambda x, compare=compare, c=infinity: compare(x, c))(x)
+            assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_hides_small_logits_too(kind):
     x = ScaledArray(draw_normal(0, (4, 4)).astype(HALF), KINDS[kind](2.0**-30))
     for mask in (-1e9, float(jnp.finfo(F32).min)):

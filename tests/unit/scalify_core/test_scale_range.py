@@ -10,8 +10,11 @@ from draws import draw_normal
 from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
-from scalify_core import ScaledArray, as_scaled_array, asarray
+from scalify_core import ScaledArray, as_scaled_array, asarray, fp8_dot_general
+from scalify_core.array.scaled_array import is_scaled_array
+from scalify_core.static import rebalance
 
+MATRICES = (((1,), (0,)), ((), ()))
 A, B = (np.asarray(jax.random.normal(jax.random.key(k), (4, 8))) for k in range(2))
 
 
@@ -61,6 +64,24 @@ def test_results_that_leave_fp32_in_plain_code_are_no_moderate_numbers(e):
     a = ScaledArray(np.abs(A) + 1, F32(2.0**e))
     for x in asarray(jax.jit(scalify(fun))(a)):
         assert ((x < 2.0**-120) if e < 0 else (x > 2.0**120)).all()
+
+
+# Of an FP8 product its two gradients, too.
+STATIC = {
+    "rebalance": lambda a, b: rebalance(a, 4.0),
+    "an FP8 product": lambda a, b: fp8_dot_general(a, b, MATRICES),
+    "its gradients": jax.grad(
+        lambda a, b: jnp.sum(fp8_dot_general(a, b, MATRICES) * a[:1, :1]), (0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_static_scales_stay_in_the_range_that_run_time_scales_have(name):
+    for scale in (2.0**126, 2.0**-126):
+        a, b = (ScaledArray(jnp.ones((16, 16), jnp.float16), scale) for _ in "ab")
+        for x in jax.tree.leaves(scalify(STATIC[name])(a, b), is_leaf=is_scaled_array):
+            assert 2.0**-126 <= x.scale <= 2.0**126
 
 
 @pytest.mark.parametrize("other", [2.0**-120, 2.0**120])
