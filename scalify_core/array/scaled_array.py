@@ -382,7 +382,7 @@ def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
     for i, scale in zip(at_hand, scales, strict=True):
         scale = np.asarray(scale, np.float32)
         # NaN reads as NaN already.
-        if np.all(np.frexp(scale)[0] == 0.5) or np.any(np.isnan(scale)):
+        if np.all((np.frexp(scale)[0] == 0.5) | np.isnan(scale)):
             continue
         if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
             unreadable.add(i)
