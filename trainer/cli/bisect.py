@@ -2,13 +2,13 @@
 
     scalify-trainer bisect run_dir=runs/mine
 
-It takes the model of the run's newest checkpoint, one batch of its training data, and
-four casts of every FP8 matmul: of activations, weights, the output's gradient, and the
-weight gradient for the optimizer. One compiled program has a switch for each cast. It
-runs without one cast of one layer, without all casts of one layer, and without one cast
-of all layers. Another program has all casts, and computes in FP32 between the matmuls.
-The loss and gradient of each run are compared with FP32. Master weights are those of
-the checkpoint; no wider ones exist.
+It takes the model of the run's newest checkpoint, one micro-batch of its training data,
+and four casts of every FP8 matmul: of activations, weights, the output's gradient, and
+the weight gradient for the optimizer. A compiled program with a switch for each cast
+computes loss and gradient without one cast, or without all, of one layer and of all
+layers. Another program has all casts, and computes in FP32 between the matmuls. Each
+loss and gradient is compared with FP32. Master weights are those of the checkpoint; no
+wider ones exist.
 
 Prints the remaining errors of the gradient, the lowest first, and writes them as JSON.
 """

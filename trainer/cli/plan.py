@@ -41,7 +41,7 @@ class Arguments:
     """See `--help`."""
 
     target: str = argument(f"the GPU: {', '.join(TARGETS)}", "h200")
-    gpus: int = argument("how many, over all hosts", 1)
+    gpus: int = argument("number of GPUs, over all hosts", 1)
     hosts: int = argument(
         f"number of hosts with equal numbers of GPUs; 0: one per {GPUS_PER_HOST} GPUs",
         0,

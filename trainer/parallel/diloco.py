@@ -270,8 +270,8 @@ def sync(
         means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
         residual = None
         if settings.feedback:
-            # The sum of the replica's own rounding error, `x - sent_values * scale`, and
-            # the mean's error, which is nonzero only in this replica's piece.
+            # The sum of the replica's own rounding error, `x - sent_values * scale`,
+            # and the mean's error, which is nonzero only in this replica's piece.
             correction = mean_error[:, columns] - sent_values[:, :size]
             residual = x + correction.reshape(x.shape) * scale
         residuals.append(residual)

@@ -16,6 +16,8 @@ from precisions import bits
 from walk import V, Walk
 
 from trainer import Callback, CallbackKind, Diverged, Tracker, UserError, compose, train
+from trainer.run import loop
+from trainer.run.shutdown import Guard, Timeouts
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,20 @@ def test_own_batches_an_own_tracker_and_an_own_job_work_together():
     (sample,) = [text for _, name, text in recorder.samples if name == "samples"]
     words = sample.removeprefix("In the beginning").split()
     assert all(int(word) < V for word in words)
+
+
+def test_each_timeout_of_the_watchdog_reaches_the_guard(monkeypatch):
+    given = []
+
+    def recorded(timeouts, *args, **options):
+        given.append(timeouts)
+        return Guard(timeouts, *args, **options)
+
+    monkeypatch.setattr(loop, "Guard", recorded)
+    limits = ["stop_seconds=71", "stall_seconds=72", "hang_seconds=73"]
+    words = [f"watchdog.{limit}" for limit in limits]
+    train(tiny_config("train.steps=1", "train.eval_every=0", *words), data=Walk())
+    assert given == [Timeouts(stop=71, stall=72, hang=73)]
 
 
 def signalled(number, step=None):

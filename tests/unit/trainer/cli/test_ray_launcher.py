@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,25 @@ def test_without_a_cluster_one_line_says_how_to_start_one(monkeypatch):
     monkeypatch.setattr(launcher.ray, "init", fail)
     with pytest.raises(UserError, match="no Ray cluster on this machine; start one"):
         launcher.connect()
+
+
+def test_a_shortage_is_printed_once_for_each_start_of_workers(capsys):
+    launcher = importlib.import_module("trainer.cli.ray_launcher")
+    callbacks = launcher.WorkerCallbacks(None, stop_seconds=None)
+    worker = SimpleNamespace(metadata=SimpleNamespace(hostname="one", pid=7))
+    group = SimpleNamespace(get_workers=lambda: [worker])
+    for _ in range(2):
+        callbacks.before_controller_execute_resize_decision(
+            SimpleNamespace(num_workers=2)
+        )
+        for _ in range(3):  # Ray retries
+            callbacks.after_controller_state_update(
+                None, launcher.ReschedulingState(RuntimeError())
+            )
+        output = capsys.readouterr().out
+        assert output.count("no free resources for 2 workers") == 1
+        callbacks.after_worker_group_start(group)
+        assert "workers: 0 on one, process 7" in capsys.readouterr().out
 
 
 def test_a_launcher_is_refused_where_the_process_is_the_programs():

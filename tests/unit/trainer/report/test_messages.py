@@ -1,10 +1,12 @@
-"""Messages about a run: changes of its schedule and batches, and the data that it
-reads."""
+"""Messages about a run: changes of its schedule and batches, the data that it reads,
+and the facts of its environment.txt."""
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from precisions import ADAMW
 
 from trainer.assembly.startup_log import (
     ScheduleChange,
@@ -13,8 +15,12 @@ from trainer.assembly.startup_log import (
 )
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
+from trainer.data import get_tokenizer
+from trainer.parallel.mesh import make_mesh
+from trainer.report.messages import facts_of
 from trainer.run.checkpoint import Restored
 from trainer.step.schedule import BLOCK, LearningRates
+from trainer.workload import Model, TrainTask, Workload
 
 
 def rates(*values):
@@ -82,3 +88,29 @@ def test_a_schedule_is_another_where_one_step_taken_has_another_rate():
     assert not resumed(old, new, steps // 2 + 1).is_past
     assert resumed(old, new, steps // 2 + 2).is_past
     assert resumed(old, new, steps + 1).is_past  # more than the saved steps
+
+
+@pytest.mark.parametrize(
+    ("words", "is_emulated"),
+    [
+        (["precision=bf16"], False),
+        (["precision=fp8_current"], True),
+        (["precision=bf16", "precision.attention=e4m3"], True),
+    ],
+)
+def test_the_facts_say_that_a_cpu_emulates_fp8_in_matmuls_or_attention(
+    words, is_emulated
+):
+    heads_of_128 = ["model=llama_nano", "model.n_head=1", "model.n_kv_head=1"]
+    config = compose_config([*heads_of_128, *words])
+    model = Model.make(config.model.spec(256), config.precision.policy)
+    manifest = SimpleNamespace(
+        source={"kind": "embedded"},
+        token_count={"train": 9000, "val": 1000}.get,
+        validation_content="0a",
+    )
+    data = SimpleNamespace(manifest=manifest, tokenizer=get_tokenizer("byte"))
+    facts = facts_of(Workload(TrainTask(model, ADAMW, make_mesh(1, 1)), data, 0))
+    assert ("CPUs emulate FP8" in facts["arithmetic"]) == is_emulated
+    assert facts["training tokens"] == "9,000"
+    assert facts["validation tokens"] == "1,000"
