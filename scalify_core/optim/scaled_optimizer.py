@@ -209,8 +209,8 @@ def scaled_state(
         def restore_rejected(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            # A stack's rows are written again by a later kernel: not held, each row is
-            # copied first.
+            # A later kernel writes the rows of a stack again: without a barrier, each
+            # row is copied first.
             data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
@@ -289,7 +289,7 @@ def propagated_state(
         leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledOptState]:
-        del grad_norm  # a plain number: here the norm has a scale, too
+        del grad_norm  # plain, where the norm that `tx` takes here has a scale
         del largest_of, leaf_indices  # scales come from the RMS, and nothing is random
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
