@@ -470,7 +470,7 @@ _unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
 
 def _times_scale(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
     """Return `data * scale`, which may be differentiated."""
-    # A program in FP64 keeps its digits.
+    # FP64 keeps its digits at scale 1: at others, `times` makes FP32 of it.
     if data.dtype != jnp.float64:
         data = jnp.asarray(data, jnp.float32)
     if not isinstance(scale, float):
