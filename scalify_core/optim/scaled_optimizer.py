@@ -172,9 +172,11 @@ def scaled_state(
             x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
         ]
         scales = new_scales(new, plans, old_scales, accept, largest_of)
-        # `advance` runs twice: above for the new scales and the updates of small
-        # arrays, and behind a barrier on the scales for the moments to store. Otherwise
-        # XLA would hold all new moments in FP32 until the scales are known.
+        # `advance` runs twice. Otherwise XLA would hold all new moments in FP32 until
+        # the scales are known.
+        #   first:   gradients, old moments -> new scales, updates of small arrays
+        #   barrier: new scales | large gradients, old moments, updates of small arrays
+        #   second:  gradients, old moments -> moments to store, updates of the rest
         # Small arrays keep their first updates: one kernel stores the moments of many,
         # and a later reader of the old moments would need a copy of each. Stacks are
         # copies already.
