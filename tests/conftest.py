@@ -16,7 +16,6 @@ own choice.
 
 import gc
 import os
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -36,10 +35,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from hydra.core.plugins import Plugins  # noqa: E402
-from hydra.plugins.config_source import ConfigResult, ConfigSource  # noqa: E402
 
-pytest_plugins = ["progress"]
+pytest_plugins = ["progress", "hydra_once"]
 
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)
@@ -58,31 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"]))
     )
 
-
-CONFIGS = Path(__file__).resolve().parents[1] / "trainer" / "configs"
-_configs: dict[tuple[str, str, str], bytes] = {}
-
-
-def _parse_once(source: type[ConfigSource]) -> None:
-    """Let a source of Hydra parse each file of configs/, and each of Hydra's own, once:
-    parsing is half of each composition."""
-    read = source.load_config
-
-    def load_config(self: ConfigSource, config_path: str) -> ConfigResult:
-        if self.scheme() == "file" and not self.path.endswith(str(CONFIGS)):
-            return read(self, config_path)
-        key = self.provider, self.path, config_path
-        if key not in _configs:
-            _configs[key] = pickle.dumps(read(self, config_path))
-        return pickle.loads(_configs[key])
-
-    source.load_config = load_config
-
-
-# Once they are found: finding executes their modules anew, with classes of their own.
-for _source in Plugins.instance().discover(ConfigSource):
-    if _source.scheme() in ("file", "pkg"):
-        _parse_once(_source)
 
 KINDS = ("unit", "integration", "e2e")
 

@@ -198,9 +198,11 @@ class TrainTask(NamedTuple):
         if not self.gathers_by_layer:
             return model, comm
         comm = comm._replace(gathers_by_layer=True)
-        shapes = jax.eval_shape(self.model.training.init, jax.random.key(0))
         layer_comm = fsdp_layer_comm(
-            shapes, self.mesh, comm, is_scaled=self.model.policy.scaled
+            self.model.training.shapes,
+            self.mesh,
+            comm,
+            is_scaled=self.model.policy.scaled,
         )
         return model._replace(layer_comm=layer_comm), comm
 

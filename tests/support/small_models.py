@@ -11,6 +11,7 @@ from trainer.models.gpt2 import model as gpt2
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.models.llama import model as llama
 from trainer.models.llama.spec import LlamaSpec
+from trainer.parallel.leafwise import evaluate_leafwise
 
 GPT2 = GPT2Spec(vocab_size=100, context=16, n_layer=2, n_head=2, d_model=16)
 LLAMA = LlamaSpec(
@@ -26,17 +27,27 @@ def build_functions(spec, **how):
     return (llama if isinstance(spec, LlamaSpec) else gpt2).build_functions(spec, **how)
 
 
+def initial(model, seed=0):
+    """Return `jax.jit(model.init)` of a seed, bit for bit, by programs that all models
+    share."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = lambda shapes: jax.tree.map(lambda _: device, shapes)
+    params = evaluate_leafwise(model.init, jax.random.key(seed), place=place)
+    return jax.device_put(jax.device_get(params))  # they may go to other devices
+
+
 @functools.cache
 def compiled(spec, compute_dtype=jnp.float32):
     """Initial parameters; loss and gradients; logits."""
-    init, bind, *_ = build_functions(spec, compute_dtype=compute_dtype)
+    model = build_functions(spec, compute_dtype=compute_dtype)
+    bind = model.bind
     loss_and_grads = jax.jit(
         jax.value_and_grad(lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:]))
     )
     logits = jax.jit(
         lambda p, tokens, segments=None, **keys: bind(p)(tokens, segments, **keys)
     )
-    return jax.jit(init)(jax.random.key(0)), loss_and_grads, logits
+    return initial(model), loss_and_grads, logits
 
 
 def assert_close(a, b, atol=REORDERED):

@@ -181,8 +181,7 @@ def check_fragments(task: TrainTask) -> None:
     """Raise UserError for more DiLoCo fragments than arrays: some would be empty."""
     if task.diloco is None:
         return
-    params = jax.eval_shape(task.model.training.init, jax.random.key(0))
-    arrays = len(jax.tree.leaves(task.select_trained(params)))
+    arrays = len(jax.tree.leaves(task.select_trained(task.model.training.shapes)))
     if task.diloco.fragments > arrays:
         raise UserError(
             f"diloco.fragments={task.diloco.fragments}: there are {arrays} arrays of"

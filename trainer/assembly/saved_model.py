@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from trainer.assembly.build import build_model, build_workload
 from trainer.assembly.data import at_start_directory
 from trainer.config import schema
@@ -74,8 +72,7 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
         checkpointer, meta, c = saved.checkpointer, saved.meta, saved.config
         tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
-        like = jax.eval_shape(model.sampling.init, jax.random.key(0))
-        params = restore_weights(checkpointer, like, saved.step)
+        params = restore_weights(checkpointer, model.sampling.shapes, saved.step)
     return SavedModel(
         model.spec,
         model.sampling.bind,

@@ -68,8 +68,8 @@ def sync_bytes_of(task: TrainTask, step: DiLoCoStep | None = None) -> SyncBytes:
     """
     assert task.diloco is not None
     settings = task.diloco
-    like = jax.eval_shape(task.model.training.init, jax.random.key(0))
-    sizes = [p.size for p in jax.tree.leaves(task.select_trained(like))]
+    trained = task.select_trained(task.model.training.shapes)
+    sizes = [p.size for p in jax.tree.leaves(trained)]
     replicas = settings.num_replicas
     ring = 2 * (replicas - 1) / replicas
     every_step = 4.0 * ring * sum(sizes)

@@ -23,12 +23,14 @@ class ModelFunctions[Model](NamedTuple):
       init_histories: returns the initial amax histories of delayed scaling, a nested
         dictionary, which is empty without delayed scaling.
       roles: the roles of the parameters, in the same nested dictionaries.
+      shapes: the shapes and dtypes of the parameters, likewise.
     """
 
     init: Callable[[jax.Array], Params]
     bind: Callable[..., Model]
     init_histories: Callable[[], Params]
     roles: Params
+    shapes: Params
 
 
 def functions_of_module[Model: nnx.Module](
@@ -59,7 +61,8 @@ def functions_of_module[Model: nnx.Module](
         model = build(jax.random.key(0))
         return nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
 
-    return ModelFunctions(init, bind, init_histories, roles_of(abstract))
+    shapes = nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
+    return ModelFunctions(init, bind, init_histories, roles_of(abstract), shapes)
 
 
 def next_token_loss(

@@ -109,9 +109,8 @@ def to_params(
 
     Tables are padded with zero rows. Transposed kernels are views.
     """
-    expected = jax.eval_shape(model.init, jax.random.key(0))
     unread, leaves = dict(tensors), []
-    named = list(named_leaves(model, expected, layout))
+    named = list(named_leaves(model, model.shapes, layout))
     names = {name for name, _, _ in named}
     for name, role, leaf in named:
         shape = (leaf.shape[0] - role.padding, *leaf.shape[1:])
@@ -129,7 +128,7 @@ def to_params(
             f"{source}: unknown tensors {', '.join(sorted(unread)[:3])} ({len(unread)}"
             " in all)"
         )
-    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
+    return jax.tree.unflatten(jax.tree.structure(model.shapes), leaves)
 
 
 def to_tensors(

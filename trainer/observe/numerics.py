@@ -171,8 +171,11 @@ def is_stack(model: Model, name: str) -> bool:
 
 def make_slots(model: Model) -> SlotsByName:
     """Return zeros for the slot of every probe."""
-    init, bind, init_histories, _ = model.training
-    abstract = nnx.eval_shape(lambda: bind(init(jax.random.key(0)), init_histories()))
+    functions = model.training
+    abstract = nnx.eval_shape(
+        lambda params: functions.bind(params, functions.init_histories()),
+        functions.shapes,
+    )
     slots = {}
     for name, _, _, sides in probed_layers(abstract):
         for side in sides:

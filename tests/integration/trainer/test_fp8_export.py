@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from families import slow
 from precisions import policy
+from small_models import initial
 
 from scalify_core import asarray
 from trainer.assembly.fp8_export import check_exportable, fp8_kernels
@@ -64,7 +65,7 @@ def trained_logits(model, params, scaling):
 def state_of(model):
     """Parameters far from their initial sizes, and amax histories, of which none is a
     power of two."""
-    params = model.training.init(jax.random.key(0))
+    params = initial(model.training)
     random = np.random.default_rng(1)
     params = jax.tree.map(
         lambda p: p * 3 + np.float32(0.02 * random.normal(size=p.shape)), params

@@ -48,10 +48,14 @@ def test_product_and_gradients_are_those_of_the_fp8_operands(case, fmt):
         return out, *vjp(gradient)
 
     exact = functools.partial(lax.dot_general, precision="highest")
-    rounded = [
-        f.cast(x).astype(F32) for f, x in ((E4M3, lhs), (E4M3, rhs), (fmt, gradient))
-    ]
-    expected = jax.jit(with_gradients, static_argnums=0)(exact, *rounded)
+
+    @jax.jit
+    def of_rounded(*operands):
+        formats = E4M3, E4M3, fmt
+        pairs = zip(formats, operands, strict=True)
+        return with_gradients(exact, *(f.cast(x).astype(F32) for f, x in pairs))
+
+    expected = of_rounded(lhs, rhs, gradient)
     # Sums of at most 768 products in FP32, of any order: gamma_n |a||b|, with |a||b| at
     # most 3.5^2 a product here.
     dot = Fp8DotGeneral(gradient=fmt)

@@ -12,6 +12,13 @@ from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics.formats import pow2_round
 
 SHAPE = (3, 3)
+
+
+def turn(c, row):
+    """One function, which is compiled once and not for each program."""
+    return c + row, c * 0.5
+
+
 # All keep the shape (3, 3). Scales only move binary points, so none of them may change
 # a bit. (A factor that is no power of two may be applied at another place of a product,
 # which costs a rounding; so constants here are powers.)
@@ -27,7 +34,7 @@ OPERATIONS = {
     "times constant": lambda x, y: x * -0.25,
     "cumsum": lambda x, y: jnp.cumsum(x, 0),
     "gather": lambda x, y: x[np.array([2, 0, 2])],
-    "scan": lambda x, y: jax.lax.scan(lambda c, row: (c + row, c * 0.5), x[0], y)[1],
+    "scan": lambda x, y: jax.lax.scan(turn, x[0], y)[1],
     "cond": lambda x, y: jax.lax.cond(x[0, 0] > y[0, 0], lambda: x, lambda: y),
 }
 arrays = st.integers(0, 99).map(

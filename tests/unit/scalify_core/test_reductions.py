@@ -33,7 +33,7 @@ SHAPES = [
 
 def arrays(seed, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
+    return [np.asarray(rng.normal(size=shape)).astype(dtype) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e5m2])
@@ -54,8 +54,9 @@ def test_each_array_has_its_own(dtype):
 
 def test_infinities_and_nan_are_those_of_their_own_array():
     a = arrays(0)
-    a[3] = a[3].at[1, 2].set(jnp.nan)
-    a[5] = a[5].at[700, 3].set(-jnp.inf)
-    for figures in (sums_of_squares(a), largest_magnitudes([[x] for x in a])):
-        assert np.flatnonzero(~jnp.isfinite(figures)).tolist() == [3, 5]
-        assert jnp.isnan(figures[3])
+    a[3][1, 2] = np.nan
+    a[5][700, 3] = -np.inf
+    peaks = jax.jit(largest_magnitudes)([[x] for x in a])
+    for figures in map(np.asarray, (jax.jit(sums_of_squares)(a), peaks)):
+        assert np.flatnonzero(~np.isfinite(figures)).tolist() == [3, 5]
+        assert np.isnan(figures[3])

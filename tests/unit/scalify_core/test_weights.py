@@ -1,6 +1,8 @@
 """Master weights: what an update leaves behind, scales that stay, and the event that
 moves them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +80,8 @@ def test_compensation_keeps_the_rounding_errors_which_move_the_weight_later(kind
 def test_large_updates_saturate_and_what_is_not_finite_stays_so(rounding):
     params = [ScaledArray(jnp.array([6e4, -6e4, 1, 1], HALF), 0.5)]
     update = [jnp.array([1e5, -1e5, jnp.nan, jnp.inf])]
-    (new,) = apply_updates(params, update, rounding=rounding, seed=0, step=0)
+    add = functools.partial(apply_updates, rounding=rounding, seed=0, step=0)
+    (new,) = jax.jit(add)(params, update)
     assert_array_equal(np.asarray(new.data), [65504, -65504, np.nan, np.inf])
     assert new.scale == 0.5
 
@@ -104,8 +107,10 @@ def test_the_sum_on_eight_devices_is_bitwise_that_on_one_and_depends_on_seed_and
 def test_the_first_weight_and_the_first_moment_draw_different_bits():
     x = ScaledArray(jnp.zeros(2**14, E4M3.dtype), 1.0)
     half = jnp.full(2**14, E4M3.min_subnormal / 2)
-    moved = apply_updates([x], [half], rounding="stochastic", seed=7, step=1)[0].data
-    moment = E4M3.stochastic_round(half, counter_bits((2**14,), 7, 1, 0))
+    add = functools.partial(apply_updates, rounding="stochastic", seed=7, step=1)
+    moved = jax.jit(add)([x], [half])[0].data
+    bits = jax.jit(counter_bits, static_argnums=0)((2**14,), 7, 1, 0)
+    moment = jax.jit(E4M3.stochastic_round)(half, bits)
     same = np.equal(*(np.asarray(y, np.float32) > 0 for y in (moved, moment)))
     # Independent fair coins: six standard deviations.
     assert abs(np.mean(same) - 0.5) < 6 * 0.5 / 2**7
@@ -183,11 +188,12 @@ def test_a_run_time_scale_follows_weights_that_shrink(scale_shape):
 
 def test_compensation_is_unchanged_by_a_refused_update_and_zero_beyond_the_format():
     params, lost = jnp.ones(4, jnp.bfloat16), jnp.full(4, 2.0**-12, jnp.bfloat16)
-    unchanged = apply_with_compensation(params, params * jnp.nan, lost, accept=False)
+    add = jax.jit(apply_with_compensation)
+    unchanged = add(params, params * jnp.nan, lost, accept=False)
     for x, y in zip(unchanged, (params, lost), strict=True):
         assert_array_equal(np.float32(x), np.float32(y))
     top = ScaledArray(jnp.full(4, 6e4, HALF), 0.5)
-    new, rest = apply_with_compensation(top, jnp.full(4, 1e6), lost)
+    new, rest = add(top, jnp.full(4, 1e6), lost)
     assert_array_equal(new.data, 65504)
     assert_array_equal(np.float32(rest), 0)
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from precisions import policy
+from small_models import initial
 
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
@@ -35,7 +36,7 @@ def model_and_batch(preset, spec=SPEC, **changes):
     """A fresh model, the attention of the last layer with values times 2^12 and its
     projection times 2^-12."""
     model = Model.make(spec, policy(preset, **changes))
-    params = jax.jit(model.training.init)(jax.random.key(0))
+    params = initial(model.training)
     attn = params["h"][spec.n_layer - 1]["attn"]
     values = attn["c_attn"]["kernel"].at[:, 2 * spec.d_model :]
     attn["c_attn"]["kernel"] = values.multiply(2.0**12)
@@ -86,7 +87,7 @@ def test_the_simulated_program_is_the_one_that_was_trained():
 )
 def test_what_cannot_be_bisected_is_said(preset, named):
     model = Model.make(SPEC, policy(preset))
-    params = jax.jit(model.training.init)(jax.random.key(0))
+    params = initial(model.training)
     with pytest.raises(UserError, match=named):
         bisect(model, params, (), np.zeros((2, 17), np.int32), None)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from families import slow
 from precisions import abstract, batch, copied, policy, step_inputs, workload
+from small_models import initial
 
 from scalify_core.numerics.formats import E4M3
 from trainer.compiled.fp8 import Gpu, check_step
@@ -33,7 +34,7 @@ H100 = get_target("h100")
 
 def gradients(chosen, tokens):
     model = Model.make(SPEC, chosen)
-    params = model.training.init(jax.random.key(0))
+    params = initial(model.training)
     return jax.jit(jax.grad(lambda p: model.loss(p, tokens, None, None)))(params)
 
 

@@ -85,17 +85,26 @@ def test_gradients_are_right_with_operands_bound_as_xla_binds_them(
     monkeypatch.setattr(cudnn, "_library", lambda: library)
     taken = []
 
+    cond = jax.lax.cond
+
     def branch(is_wrong, again, once):
-        taken.append(2 if is_wrong else 1)
-        return again() if is_wrong else once()
+        taken.append(is_wrong)
+        return cond(is_wrong, again, once)
 
     monkeypatch.setattr(jax.lax, "cond", branch)
-    *operands, gradient = made()
-    settings = {"causal": True, "logit_scale": 0.25, "simulate": False}
-    _, residuals = module._forward(*operands, **settings)
-    expected = module._backward(residuals, gradient, **settings)
-    actual = module._cuda_backward(residuals, gradient, **settings)
-    assert taken == [calls]
+
+    @jax.jit
+    def both(*operands):
+        settings = {"causal": True, "logit_scale": 0.25, "simulate": False}
+        *operands, gradient = operands
+        _, residuals = module._forward(*operands, **settings)
+        expected = module._backward(residuals, gradient, **settings)
+        actual = module._cuda_backward(residuals, gradient, **settings)
+        (is_wrong,) = taken
+        return actual, expected, 1 + is_wrong
+
+    actual, expected, number = both(*made())
+    assert number == calls
     for one, other in zip(actual, expected, strict=True):
         # Sums in another order: an element may be rounded to its neighbor, 2^-3 away.
         assert np.linalg.norm(one - other) < 2.0**-7 * np.linalg.norm(other)

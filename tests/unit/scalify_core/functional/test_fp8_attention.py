@@ -17,6 +17,9 @@ from scalify_core.ops.functional import attention, fp8_attention
 # `functional.fp8_attention` is the function
 module = sys.modules[fp8_attention.__module__]
 U = E4M3.epsilon / 2  # relative error of a rounding
+quantized, settled = jax.jit(module.quantized), jax.jit(module.settled)
+backward_scales = jax.jit(module.backward_scales, static_argnums=2)
+score_gradient_bound = jax.jit(module.score_gradient_bound, static_argnums=2)
 HALF_STEP = E4M3.min_subnormal / 2  # absolute error of a rounding
 SHAPES = {  # of q, of k and v
     "causal": ((2, 128, 2, 16), (2, 128, 2, 16)),
@@ -32,7 +35,7 @@ def operands(name):
 
 def rounded(x):
     """The values that are multiplied, and their unit."""
-    data, unit = module.quantized(x)
+    data, unit = quantized(x)
     return np.asarray(data, np.float64) * float(unit), float(unit)
 
 
@@ -100,8 +103,8 @@ def test_output_and_gradients_are_within_the_bounds_of_their_roundings(name):
 
 def pow2_of_bound(v, g, logit_scale):
     """The factor of the logits' gradients, in units of the data."""
-    v8, g8 = (module.quantized(x)[0] for x in (v, g))
-    bound = float(module.score_gradient_bound(v8, g8, logit_scale))
+    v8, g8 = (quantized(x)[0] for x in (v, g))
+    bound = float(score_gradient_bound(v8, g8, logit_scale))
     return 2.0 ** np.floor(np.log2(E4M3.max / bound))
 
 
@@ -167,11 +170,9 @@ def test_a_key_that_all_queries_see_gets_its_gradient_at_another_scale():
     q, k, v = (jnp.zeros((1, 128, 1, 16)) for _ in range(3))
     q, k = q.at[..., 0].set(16.0), k.at[0, 0, 0, 0].set(64.0)
     g = jnp.ones_like(q)
-    given, made = module.quantized(g)[0], 128 * 128.0  # in units of the data
+    given, made = quantized(g)[0], 128 * 128.0  # in units of the data
     units = jnp.ones(3, jnp.float32)
-    scales = module.backward_scales(
-        module.Operands(given, given, given, units), given, 0.25
-    )
+    scales = backward_scales(module.Operands(given, given, given, units), given, 0.25)
     assert made * float(scales.results[2]) > E4M3.max
     _, pull = jax.vjp(fp8_attention, q, k, v)
     assert_array_equal(pull(g)[2][0, 0], 128.0)
@@ -182,7 +183,7 @@ def test_results_get_scales_that_hold_their_largest_element(guess):
     amax = jnp.float32(2.0 ** np.linspace(-110, 110, 331))
     guesses = jnp.full(amax.shape, guess, jnp.float32)
     largest = E4M3.quantize(jnp.minimum(amax * guesses, E4M3.max))
-    scales = module.settled(guesses, amax, largest)
+    scales = settled(guesses, amax, largest)
     assert_array_equal(np.frexp(scales)[0], 0.5)  # powers of two
     low, high = module.RESULT_RANGE
     assert (low * (1 - 2**-4) <= amax * scales).all()  # which E4M3 rounds up
@@ -190,16 +191,14 @@ def test_results_get_scales_that_hold_their_largest_element(guess):
     fits = (low <= amax * np.float32(guess)) & (amax * np.float32(guess) <= high)
     assert_array_equal(scales[fits], np.float32(guess))
     for nothing in (0.0, np.inf, np.nan):
-        assert (
-            module.settled(*map(jnp.float32, ([guess], [nothing], [nothing]))) == guess
-        )
+        assert settled(*map(jnp.float32, ([guess], [nothing], [nothing]))) == guess
 
 
 def test_an_amax_of_an_earlier_call_does_not_move_results_that_fit():
     """XLA may give cuDNN a buffer that holds it, and cuDNN then takes the larger."""
     for largest, scale in ((200.0, 1.0), (0.5, 256.0), (447.0, 1.0)):
         guess, stale = jnp.ones(1), jnp.float32([1e6])
-        assert module.settled(guess, stale, jnp.float32([largest])) == scale
+        assert settled(guess, stale, jnp.float32([largest])) == scale
 
 
 def test_no_gradient_of_a_logit_saturates():
@@ -208,9 +207,9 @@ def test_no_gradient_of_a_logit_saturates():
     zeros, g = jnp.zeros((1, 1, 1, 3)), v[:, 1:] * 3
     for logit_scale in (0.25, 1.0):
         rounded_operands = module.Operands.quantize(zeros, zeros, v)
-        g8 = module.quantized(g)[0]
-        bound = float(module.score_gradient_bound(rounded_operands.v, g8, logit_scale))
-        scales = module.backward_scales(rounded_operands, g8, logit_scale)
+        g8 = quantized(g)[0]
+        bound = float(score_gradient_bound(rounded_operands.v, g8, logit_scale))
+        scales = backward_scales(rounded_operands, g8, logit_scale)
         data = (np.asarray(x, np.float64) for x in (rounded_operands.v, g8))
         *_, ds, _ = exact(np.zeros((1, 1, 1, 3)), np.zeros((1, 2, 1, 3)), *data, False)
         largest = np.max(np.abs(ds)) * 3**0.5 * logit_scale

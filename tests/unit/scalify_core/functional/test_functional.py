@@ -146,7 +146,7 @@ def test_value_and_gradients_equal_the_textbook_formula(name):
     for a, b in zip(actual, expected, strict=True):
         # Sums of up to 150 products of terms of the size of the largest: a random walk
         # of rounding errors, doubled.
-        limit = EPS * 2 * np.sqrt(150) * max(1.0, float(jnp.abs(b).max()))
+        limit = EPS * 2 * np.sqrt(150) * max(1.0, np.abs(b).max())
         assert_allclose(a, b, rtol=0, atol=limit)
     narrow = [a.astype(HALF) if a.dtype == F32 else a for a in args]
     out, *grads = jax.eval_shape(functools.partial(both, fun), *narrow)
@@ -214,17 +214,17 @@ def test_layer_norm_for_cuda_equals_that_of_other_programs(mean, eps):
     x, g = normal(0, 6, 96) + mean, normal(1, 6, 96)
     weight, bias = normal(2, 96), normal(3, 96)
 
-    def both(forward, backward):
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def both(forward, backward, x, weight, bias, g):
         out, residuals = forward(x, weight, bias, eps=eps)
         return out, *backward(residuals, g, eps=eps)
 
-    of_cuda = both(norms._layer_norm_fwd_cuda, norms._layer_norm_bwd_cuda)
-    of_others = both(norms._layer_norm_fwd, norms._layer_norm_bwd)
+    args = x, weight, bias, g
+    of_cuda = both(norms._layer_norm_fwd_cuda, norms._layer_norm_bwd_cuda, *args)
+    of_others = both(norms._layer_norm_fwd, norms._layer_norm_bwd, *args)
     for a, b in zip(of_cuda, of_others, strict=True):
         # Means of 96 numbers of the size of the mean, before they are subtracted.
-        assert_allclose(
-            a, b, rtol=0, atol=EPS * 96 * (1 + mean) * float(jnp.abs(b).max())
-        )
+        assert_allclose(a, b, rtol=0, atol=EPS * 96 * (1 + mean) * np.abs(b).max())
 
 
 def test_layer_norm_of_equal_elements_of_16_bits_is_exactly_zero_for_cuda_too():

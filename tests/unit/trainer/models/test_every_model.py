@@ -17,6 +17,7 @@ from small_models import (
     assert_close,
     build_functions,
     compiled,
+    initial,
 )
 
 from scalify_core import asarray, scalify
@@ -39,7 +40,7 @@ def spec(request):
 def test_initial_values_are_normal_and_the_residual_ones_smaller(spec):
     sizes = {"vocab_size": 1000, "n_layer": 3, "d_model": 64, "init_std": 0.005}
     model = build_functions(dataclasses.replace(spec, **sizes))
-    params = model.init(jax.random.key(0))
+    params = jax.tree.map(np.asarray, initial(model))
     assert ("lm_head" in params) == (spec is UNTIED)
     roles = jax.tree.leaves(model.roles)
     stds = {"row": 0.005 / math.sqrt(2 * 3), "gain": 0, "bias": 0}
@@ -116,10 +117,9 @@ def test_remat_keeps_less_for_the_backward_pass(spec):
 
     def residual_bytes(remat):
         sizes = {"context": 256, "scan_layers": True, "remat": remat}
-        init, bind, *_ = build_functions(dataclasses.replace(spec, **sizes))
-        params = jax.eval_shape(init, jax.random.key(0))
-        forward = lambda p: jax.vjp(lambda p: bind(p).hidden(tokens).sum(), p)[1]
-        leaves = jax.tree.leaves(jax.eval_shape(forward, params))
+        model = build_functions(dataclasses.replace(spec, **sizes))
+        forward = lambda p: jax.vjp(lambda p: model.bind(p).hidden(tokens).sum(), p)[1]
+        leaves = jax.tree.leaves(jax.eval_shape(forward, model.shapes))
         return sum(x.size * x.dtype.itemsize for x in leaves)
 
     everything = residual_bytes("none")
@@ -145,9 +145,9 @@ def test_documents_do_not_see_each_other_behind_their_segments(spec, scan_layers
 
 
 def test_compute_in_bf16_keeps_fp32_masters_gradients_and_loss(spec):
-    init, bind, *_ = build_functions(spec, compute_dtype=jnp.bfloat16)
-    params = init(jax.random.key(0))
-    loss, grads = compiled(spec, jnp.bfloat16)[1](params)
+    bind = build_functions(spec, compute_dtype=jnp.bfloat16).bind
+    params, loss_and_grads, _ = compiled(spec, jnp.bfloat16)
+    loss, grads = jax.tree.map(np.asarray, loss_and_grads(params))
     dtypes = {leaf.dtype for leaf in jax.tree.leaves((params, grads, loss))}
     assert dtypes == {jnp.dtype(jnp.float32)}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
@@ -166,7 +166,7 @@ def test_aligned_channels_start_with_one_larger_column_for_both_branches(spec):
     spec = dataclasses.replace(spec, mlp="swiglu", scan_layers=True)
     aligned = dataclasses.replace(spec, align_channels=3, align_gain=50.0)
     plain_params, aligned_params = (
-        build_functions(s).init(jax.random.key(0)) for s in (spec, aligned)
+        initial(build_functions(s)) for s in (spec, aligned)
     )
     names = ("c_fc", "c_gate") if "wpe" in plain_params else ("up_proj", "gate_proj")
     column = 50 * plain_params["h"]["mlp"][names[0]]["kernel"][..., :3]
@@ -183,9 +183,9 @@ LOGITS = r":(\w+)\[32,128\][^=]*= dot_general"
 
 def loss_of(spec, how, dtype):
     spec = dataclasses.replace(spec, n_layer=1, loss_logits=how)
-    init, bind, *_ = build_functions(spec, compute_dtype=dtype)
-    loss = lambda p: bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
-    return jax.jit(init)(jax.random.key(0)), loss
+    model = build_functions(spec, compute_dtype=dtype)
+    loss = lambda p: model.bind(p).loss(TOKENS[:, :-1], TOKENS[:, 1:])
+    return initial(model), loss
 
 
 @pytest.mark.parametrize(("how", "dtype"), [(None, "f32"), ("compute", "bf16")])
@@ -222,7 +222,7 @@ def test_logits_are_in_the_format_of_the_data_where_scales_propagate():
     scaled = scaled_params(params, jnp.float16)
     text = str(jax.make_jaxpr(lambda p: asarray(step(p)))(scaled))
     assert re.findall(LOGITS, text)[0] == "f16"
-    narrow, wide = jax.jit(step)(scaled)[0], loss(params)
+    narrow, wide = jax.jit(step)(scaled)[0], jax.jit(loss)(params)
     # The weights are rounded to 11 bits, and so are values and logits: a fresh model's
     # loss is log(100).
     np.testing.assert_allclose(asarray(narrow), wide, rtol=2**-11)

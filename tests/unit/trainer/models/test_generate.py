@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import initial
 
 from trainer.errors import UserError
 from trainer.models.gpt2.model import build_functions
@@ -21,10 +22,10 @@ PROMPT = [3, 1, 4, 1, 5]
 def make(spec=SPEC):
     """Random weights hardly tell tokens apart; larger kernels make the likeliest one
     depend on those before it."""
-    init, bind, *_ = build_functions(spec)
-    params = init(jax.random.key(1))
-    params["h"] = jax.tree.map(lambda p: p * 20.0, params["h"])
-    return Generator(bind, spec), params
+    model = build_functions(spec)
+    params = jax.device_get(initial(model, seed=1))
+    params["h"] = jax.tree.map(lambda p: p * np.float32(20), params["h"])
+    return Generator(model.bind, spec), jax.device_put(params)
 
 
 def likeliest(generate, params, prompt, count=1):
@@ -73,14 +74,19 @@ def test_a_cache_is_no_longer_than_the_text_whatever_the_context():
         spec = LlamaSpec(**sizes, context=context)
         model = llama(spec)
         generate = Generator(model.bind, spec)
-        params = model.init(jax.random.key(0))
+        params = initial(model)
         texts.append(generate(params, [1, 2], max_new_tokens=20))
     assert texts[0] == texts[1]
 
 
+@jax.jit
+def sampled(logits, keys, *controls):
+    return jax.vmap(lambda key: sample(logits, key, *controls))(keys)
+
+
 def drawn(logits, keys, temperature=1.0, top_k=0, top_p=1.0):
     controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
-    return np.asarray(jax.vmap(lambda key: sample(logits, key, *controls))(keys))
+    return np.asarray(sampled(logits, keys, *controls))
 
 
 def keys(count):

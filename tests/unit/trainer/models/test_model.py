@@ -16,7 +16,8 @@ from trainer.models.gpt2.model import build_functions, dropout
 def test_every_value_gain_is_the_same_function_of_the_same_parameters():
     spec = dataclasses.replace(SPEC, scan_layers=True)
     params, plain, plain_logits = compiled(spec)
-    biased = jax.tree.map(lambda p: p + 0.01, params)  # a zero bias would hide its gain
+    # a zero bias would hide its gain
+    biased = jax.tree.map(lambda p: np.asarray(p) + np.float32(0.01), params)
     # by 1 nothing would be multiplied
     loss_and_grads = compiled(dataclasses.replace(spec, value_gain=2.0))[1](biased)
     # values are a product of their own: other orders of sums
@@ -29,9 +30,14 @@ def test_every_value_gain_is_the_same_function_of_the_same_parameters():
     tokens = TOKENS[:, :16]
     expected = plain_logits(biased, tokens)
     assert_close(logits(biased, tokens), expected)
-    bound = build_functions(spec).bind(biased)
-    h, _ = bound.decode(tokens, bound.init_cache(2), 0)
-    assert_close(bound.logits(h.reshape(32, 16)), expected.reshape(32, 100))
+
+    @jax.jit
+    def decoded(params):
+        bound = build_functions(spec).bind(params)
+        h, _ = bound.decode(tokens, bound.init_cache(2), 0)
+        return bound.logits(h.reshape(32, 16))
+
+    assert_close(decoded(biased), expected.reshape(32, 100))
 
 
 def test_the_values_and_what_is_projected_are_larger_by_the_gain():

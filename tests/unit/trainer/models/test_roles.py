@@ -35,6 +35,7 @@ def spec_of(family, scan, **choices):
 def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
     model, spec = build(family, scan), spec_of(family, scan)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert shapes == model.shapes
     assert jax.tree.structure(shapes) == jax.tree.structure(model.roles)
     roles = jax.tree.leaves(model.roles)
     for shape, role in zip(jax.tree.leaves(shapes), roles, strict=True):
@@ -53,10 +54,9 @@ def test_every_parameter_has_a_role_that_its_shape_agrees_with(family, scan):
 )
 def test_moments_of_a_parameter_have_its_role_and_counts_have_none(transformation):
     model = build("gpt2", True)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(model.shapes)]
     roles = dict(zip(shapes, jax.tree.leaves(model.roles), strict=True))
-    state = jax.eval_shape(transformation.init, params)
+    state = jax.eval_shape(transformation.init, model.shapes)
     seen = {
         leaf.shape: role_of(model.roles, path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

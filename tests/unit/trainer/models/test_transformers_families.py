@@ -51,7 +51,7 @@ def test_logits_are_those_of_transformers(name):
         h_NxD = jnp.concatenate(parts, axis=1).reshape(-1, spec.d_model)
         return bound.logits(h_NxD).reshape(expected.shape)
 
-    actual = decoded(stack_layers(params))
+    actual = decoded(jax.jit(stack_layers)(params))
     np.testing.assert_allclose(actual, expected, atol=close, rtol=0)
 
 
@@ -61,7 +61,7 @@ def test_an_export_has_the_same_tensors_and_an_equal_config(name, tmp_path):
     spec, params = loaded(name)
     how = {"value_gain": 4096.0} if name == "gpt2" else {"mlp": "smooth_swiglu"}
     ours = dataclasses.replace(spec, scan_layers=True, **how)
-    stacked = stack_layers(params)
+    stacked = jax.jit(stack_layers)(params)
     (file,) = huggingface.save(tmp_path, ours, stacked, eot=7)
     written, given = load_file(file), {}
     for file in (DATA / name).glob("*.safetensors"):

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import small_models
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.data import TextSource, get_tokenizer, prepare
@@ -40,7 +41,7 @@ def bpe(directory, *merges):
 
 
 def initial(spec, seed):
-    return family_of(spec).build(spec).init(jax.random.key(seed))
+    return small_models.initial(family_of(spec).build(spec), seed)
 
 
 @pytest.fixture

@@ -70,11 +70,20 @@ def wandb_rows(run_dir):
     return [list(read_wandb_rows(path)) for path in files]
 
 
-def test_wandb_holds_every_step_and_event_once_across_a_kill(tmp_path):
-    assert run(tmp_path, 0, 900, 700).returncode == -signal.SIGKILL
-    done = run(tmp_path, 650, 900)
-    assert done.returncode == 0, done.stderr
-    first, second = wandb_rows(tmp_path)
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """A run's directory, the part before its kill, and what the later start printed."""
+    run_dir = tmp_path_factory.mktemp("killed")
+    assert run(run_dir, 0, 900, 700).returncode == -signal.SIGKILL
+    [earlier] = (run_dir / "wandb").glob("offline-run-*")
+    resumed = run(run_dir, 650, 900)
+    assert resumed.returncode == 0, resumed.stderr
+    return run_dir, earlier, resumed.stdout
+
+
+def test_wandb_holds_every_step_and_event_once_across_a_kill(killed_and_resumed):
+    run_dir, *_ = killed_and_resumed
+    first, second = wandb_rows(run_dir)
     assert first
     # They grow from file to file, or a server would drop the later ones.
     rows = first + second
@@ -84,15 +93,12 @@ def test_wandb_holds_every_step_and_event_once_across_a_kill(tmp_path):
     assert events == {step: f"event of {step}" for step in range(50, 901, 50)}
 
 
-def test_the_printed_command_uploads_only_the_part_of_this_start(tmp_path):
+def test_the_printed_command_uploads_only_the_part_of_this_start(killed_and_resumed):
     """An earlier part may be a stranger's: its log may name an entity of theirs, and
     any file of the user as an artifact."""
-    assert run(tmp_path, 0, 3).returncode == 0
-    [earlier] = (tmp_path / "wandb").glob("offline-run-*")
-    resumed = run(tmp_path, 3, 6)
-    assert resumed.returncode == 0, resumed.stderr
-    [line] = [x for x in resumed.stdout.splitlines() if "W&B run, offline" in x]
-    [own] = set((tmp_path / "wandb").glob("offline-run-*")) - {earlier}
+    run_dir, earlier, printed = killed_and_resumed
+    [line] = [x for x in printed.splitlines() if "W&B run, offline" in x]
+    [own] = set((run_dir / "wandb").glob("offline-run-*")) - {earlier}
     assert line.endswith(f"-m wandb sync {own}")
 
 
