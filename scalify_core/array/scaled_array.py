@@ -382,7 +382,7 @@ def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
     for i, scale in zip(at_hand, scales, strict=True):
         scale = np.asarray(scale, np.float32)
         # NaN reads as NaN already.
-        if np.all(np.frexp(scale)[0] == 0.5) or np.any(np.isnan(scale)):
+        if np.all((np.frexp(scale)[0] == 0.5) | np.isnan(scale)):
             continue
         if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
             unreadable.add(i)
@@ -470,7 +470,7 @@ _unscale_dynamic.defjvp(_unscale_jvp, symbolic_zeros=True)
 
 def _times_scale(data: Any, scale: Any, dtype: Any = np.float32) -> jax.Array:
     """Return `data * scale`, which may be differentiated."""
-    # A program in FP64 keeps its digits.
+    # FP64 keeps its digits at scale 1: at others, `times` makes FP32 of it.
     if data.dtype != jnp.float64:
         data = jnp.asarray(data, jnp.float32)
     if not isinstance(scale, float):

@@ -36,7 +36,7 @@ from scalify_core.interpreter.reference_trace import traced
 from scalify_core.interpreter.transform import ScalePolicy, call_of
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
-from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.formats import at_least_float32, is_float
 from scalify_core.numerics.jaxprs import IN_FULL, PRODUCTS
 
 # An error of 0 gives way to the first figures that are measured.
@@ -326,7 +326,7 @@ class Recorder(precision_warnings.Observer):
         row, figures = result.row, result.figures
         if row is None or figures is None:
             return
-        a, b, *rest = [fp32_reference.wide(v.logical(x.value)) for x in operands]
+        a, b, *rest = [at_least_float32(v.logical(x.value)) for x in operands]
         # Squares of small numbers underflow FP32, and of large ones overflow.
         units = [float(jnp.max(jnp.abs(x), initial=0.0)) or 1.0 for x in (a, b)]
         squares = [jnp.square(x / unit) for x, unit in zip((a, b), units, strict=True)]

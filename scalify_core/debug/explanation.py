@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from scalify_core.debug.source_location import Place
 
-# Octaves. A scale so near to the true RMS does not round worse: E4M3 of a Gaussian has
-# 31.5 dB at an RMS of 2^-4 as at 1, and 22.8 at 2^-7.
+# Octaves. A scale so near to the true RMS does not round worse, see `scales.near`.
 ASTRAY = 4.0
 TOP = 24  # rows of a printed table: a training step has hundreds
 _TITLES = (

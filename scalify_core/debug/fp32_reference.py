@@ -22,7 +22,7 @@ from jax import lax
 from scalify_core.debug.source_location import name_of
 from scalify_core.interpreter import registry
 from scalify_core.interpreter.composite_calls import unused_scales
-from scalify_core.numerics.formats import at_least_float32 as wide
+from scalify_core.numerics.formats import at_least_float32
 from scalify_core.numerics.jaxprs import INLINED
 
 
@@ -31,14 +31,14 @@ def in_float32(eqn: Any, *operands: Any) -> list[Any]:
 
     A narrower float dtype of the equation is replaced by FP32.
     """
-    if not eqn.outvars:  # only the scaled program runs effects
+    if not eqn.outvars:  # nothing to compare, and the scaled program has its effect
         return []
-    # The plain functions of these round to FP8 by themselves.
+    # The plain functions of these round by themselves.
     exact = _EXACT.get(name_of(eqn))
     if exact is not None:
         call = eqn.params["call"].replace(fun=exact)
-        return jax.tree.leaves(call.tree(*map(wide, operands)))
-    return list(map(wide, registry.in_float32(eqn, *operands)))
+        return jax.tree.leaves(call.tree(*map(at_least_float32, operands)))
+    return list(map(at_least_float32, registry.in_float32(eqn, *operands)))
 
 
 def as_reference(x: Any) -> Any:
@@ -48,7 +48,7 @@ def as_reference(x: Any) -> Any:
     """
     if isinstance(x, jax.Ref):
         return jax.new_ref(x[...])
-    return wide(x)
+    return at_least_float32(x)
 
 
 def _dot(product: Any) -> Any:

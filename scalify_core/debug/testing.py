@@ -100,8 +100,7 @@ def check_scalify(
             leaves,
             jax.tree.structure((0,) * len(leaves)),
             ways,
-            # The forward pass and the backward pass.
-            2 * roundings,
+            2 * roundings,  # of the forward pass and the backward pass
         )
     return first
 

@@ -43,9 +43,10 @@ def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
     """Return the power of two that brings the largest finite magnitude to [2^top,
     2^(top+1)).
 
-    It is FP32, at least 2^-125, and 2^-126 for zeros. Infinities and NaN do not count.
-    It is a scalar. With `parts` it has one element for each part: its size is 1 along
-    the axes of one part, and that of `x` along all others.
+    It is FP32, at least 2^-125, and 2^-126 for zeros and numbers below 2^-126.
+    Infinities and NaN do not count. It is a scalar. With `parts` it has one element for
+    each part: its size is 1 along the axes of one part, and that of `x` along all
+    others.
     """
     # The exponent by its bits: log2 may miss a power of two by one. One is added to it,
     # by which that of infinities and NaN overflows to the smallest integer.

@@ -14,9 +14,9 @@ what happened without the hint (docs/lab.md has more):
   half.
 - `in_one_kernel`: on CUDA scalars that a large kernel reads were a kernel each: 77
   instead of 60 in three layers.
-- `separate_buffers`: on CUDA numbers that kernels of large arrays read were parts of
-  one array, so that no two of them were the same: of four layers of 124M, each of the
-  24 largest kernels was compiled by itself.
+- `separate_buffers`, `separate_scalars`: on CUDA numbers that kernels of large arrays
+  read were parts of one array, so that no two of them were the same: of four layers of
+  124M, each of the 24 largest kernels was compiled by itself.
 - `materialize_once`: on CPU the chain of a global norm's scales was repeated in every
   kernel that reads one: 10,674 instructions instead of 2,351 in the norm of 8 arrays.
 - `barrier`: its callers say why.
@@ -38,8 +38,9 @@ PRODUCT_OPTIONS: dict[str, Any] = {
     "xla_allow_excess_precision": False,
     "xla_gpu_experimental_force_split_k": 1,
 }
-# Both mark traces, `with scales_in_products(True)`, and are part of the key of JAX's
-# trace cache: a function that is compiled with other options is traced anew.
+
+# These two contexts, entered by `with scales_in_products(True)`, are part of the key of
+# JAX's trace cache: a function that is compiled with other options is traced anew.
 
 # The trace is compiled for CUDA with `PRODUCT_OPTIONS`. There `dot_fp8` multiplies an
 # operand by its constant, and XLA makes of that the operand's scale, an argument of the

@@ -1,19 +1,19 @@
 """Floating-point formats: limits, saturating casts, simulated and stochastic rounding,
 powers of two.
 
-Rules that hold for every rounding in this module:
+Rules that hold for every rounding in this module, of numbers that FP32 holds:
 
 - A *finite* value beyond the largest finite number of the format saturates (JAX's own
   casts give NaN or infinity).
 - Infinities and NaN stay not finite, so that a watchdog still sees them: NaN stays NaN;
-  an infinity stays one where the format has infinities (FP16, BF16, E5M2) and becomes
-  NaN where it has none (E4M3).
+  an infinity becomes NaN where the format has none (E4M3) and in `cast_or_nan`.
 - Subnormals of the format are kept, and rounded on their own coarser grid.
-- Everything that decides a bit is integer arithmetic on the FP32 bit pattern: no
-  compiler may remove it (floating point conversions there and back are removed on GPU),
-  and a flush-to-zero mode of the device does not change it. Stochastic rounding also
-  adds the smallest normal number to those below it and subtracts it again, in FP32 to
-  nearest; the bit operations in between keep compilers from removing both.
+
+Simulated and stochastic rounding are integer arithmetic on the FP32 bit pattern: no
+compiler may remove it (floating point conversions there and back are removed on GPU),
+and a flush-to-zero mode of the device does not change it. Stochastic rounding also adds
+the smallest normal number to those below it and subtracts it again, in FP32 to nearest;
+the bit operations in between keep compilers from removing both.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class FloatFormat:
             offset = random >> (16 - cut)
         else:
             offset = (random << (cut - 16)) + u32(1 << (cut - 17))
-        # Otherwise its subnormal numbers are FP32's, whose bits are cut directly.
+        # A format with FP32's exponents has its subnormal numbers: their bits are cut.
         if self.bias < FP32.bias:
             least = np.float32(self.min_normal)
             added = jnp.where(magnitude < least.view(np.uint32), least, np.float32(0))
@@ -285,7 +285,7 @@ class FloatFormat:
         u32 = jnp.uint32
         bits = lax.bitcast_convert_type(x, u32)
         magnitude = bits & _MAGNITUDE
-        # An FP32 subnormal has exponent field 1 and no hidden bit.
+        # An FP32 subnormal has the exponent of field 1, and no hidden bit.
         exponent = jnp.maximum(magnitude >> 23, u32(1))
         significand = (magnitude & _FRACTION) | jnp.where(
             magnitude >= _HIDDEN, _HIDDEN, u32(0)
@@ -497,7 +497,7 @@ def is_float(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float)
-    # A reference has a dtype, and no conversion: it is read first.
+    # A reference has a dtype, and no conversion: a program must read it first.
     return _is_float_dtype(dtype) and not isinstance(x, jax.Ref)
 
 

@@ -54,8 +54,8 @@ def needed(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
-# Calls that exist for a transformation's rule, as custom_jvp_call. Transformations are
-# done, so the body alone is evaluated. ("composite" is JAX's own, not `ops.composite`.)
+# Calls of which the body alone is evaluated. Transformations, for whose rules some of
+# them exist, are done. ("composite" is JAX's own, not `ops.composite`.)
 INLINED = frozenset(
     {
         "closed_call",
@@ -68,7 +68,6 @@ INLINED = frozenset(
 )
 # Primitives whose one inner jaxpr takes their operands and gives their results.
 CALLS = INLINED | {"jit", "remat2", "shard_map"}
-# All whose inner jaxprs are evaluated with scales.
 CONTROL = CALLS | {"scan", "while", "cond"}
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # The precision that marks FP32 products in a jaxpr: at the default precision GPUs read

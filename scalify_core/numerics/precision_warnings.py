@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FLUSHED = 0.01  # reported share of a tensor's norm
+LOST = 0.01  # reported share of a tensor's norm, flushed, rounded or saturated
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
 ENTERING = 0.1
 # A context variable: programs that are traced in other threads are not observed.
@@ -104,7 +104,7 @@ def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     unit = jnp.where(largest > 0, largest, 1)
     off, size = (jnp.sum(jnp.square(jnp.where(small, a / unit, 0))) for a in (x - y, x))
     # `not <=`: a NaN counts as lost.
-    lost = (count > between) & ~(off <= FLUSHED**2 * size)
+    lost = (count > between) & ~(off <= LOST**2 * size)
     return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
 
 
@@ -129,9 +129,9 @@ def warn_of_losses(name: str, x: Any, data: Any, value: Callable[[], Any]) -> No
             " take dtype=jnp.bfloat16; or give scale=, a smaller one at which the"
             " largest still fits"
         )
-    if saturated > FLUSHED:
+    if saturated > LOST:
         _warn_once(
-            f"{name}: more than {FLUSHED:.0%} of its norm is beyond what {data.dtype}"
+            f"{name}: more than {LOST:.0%} of its norm is beyond what {data.dtype}"
             " holds at its scale; give a larger scale=, or none, which is measured; or"
             " clip what is far larger than the rest"
         )

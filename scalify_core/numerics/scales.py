@@ -87,10 +87,7 @@ def has_any_scale(number: float | None) -> bool:
 
 
 def near(scales: Sequence[Scale]) -> bool:
-    """Return whether scales are static and near each other.
-
-    Data at the smallest scale then loses nothing at the largest.
-    """
+    """Return whether scales are static, and at most four octaves apart."""
     # E4M3 of a Gaussian is as exact at an RMS of 2^-4 as at 1; at 2^-7 it has lost 9 of
     # 31 dB.
     return all(map(is_static, scales)) and max(scales) <= 16 * min(scales)
@@ -263,9 +260,10 @@ def scale_and_rms(size: float) -> tuple[float, float]:
 
 
 def times(x: Any, factor: Scale | Multiple) -> Any:
-    """Return `x * factor`, exact for a power of two and else rounded in FP32.
+    """Return `x * factor`, rounded in FP32; a factor of 1 leaves no operation.
 
-    A factor of 1 leaves no operation.
+    16-bit data stays in its format at a power of two in [2^-14, 1]. Numbers that are
+    then below the normal ones of FP16 lose digits, or are zero.
     """
     if isinstance(factor, Multiple):
         # The intermediate product could overflow FP32.
@@ -288,7 +286,7 @@ def times(x: Any, factor: Scale | Multiple) -> Any:
             step = MAX_SCALE if abs(factor) > 1 else MIN_SCALE
             return times(barrier(times(as_float32(x), step)), factor / step)
         # Such factors are numbers of FP16 and BF16, and none makes a number of the data
-        # infinite: 16-bit data is multiplied as it is.
+        # infinite.
         in_format = (
             x.dtype.itemsize == 2
             and 2.0**-14 <= abs(factor) <= 1
@@ -348,7 +346,7 @@ def rms_scale(x: Any) -> jax.Array:
 
 
 def rms_of(x: Any) -> jax.Array:
-    """Return the RMS of `x`, an FP32 scalar; NaN where an element is not finite.
+    """Return the RMS of `x`, an FP32 scalar; not finite where an element is not.
 
     The squares of elements may overflow FP32.
     """

@@ -144,8 +144,8 @@ def backward(
     # GetCudnnFlashAttentionBackwardF8OperationGraph. XLA binds operands by number.
     # JAX's primitive passes them on in order, so its names are wrong from the fourth
     # on. With the scalars in JAX's order cuDNN took descale_s for descale_dO and
-    # scale_dQ for scale_dP, and an H200 gave wrong gradients. The names are cuDNN's: S
-    # are the probabilities, dP the gradients of the logits.
+    # scale_dQ for scale_dP, and an H200 gave wrong gradients. The keys here are cuDNN's
+    # names: S are the probabilities, dP the gradients of the logits.
     scalars = {
         "descale_q": units[0],
         "descale_k": units[1],

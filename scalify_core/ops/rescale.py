@@ -97,8 +97,8 @@ def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its scale becomes the power of two nearest to its
     RMS, measured at run time in FP32.
 
-    A tensor that is all zero or not finite keeps its scale. The result's scale is
-    dynamic.
+    A tensor that is all zero or not finite keeps its scale, as does data with an RMS
+    beyond 2^63 or below 2^-63: its squares leave FP32. The result's scale is dynamic.
     """
     return x
 
@@ -107,7 +107,7 @@ def dynamic_rescale_rms(x: jax.Array) -> jax.Array:
 def dynamic_rescale_max(x: jax.Array) -> jax.Array:
     """Return `x`; under `scalify`, its scale follows its largest magnitude.
 
-    It is measured at run time, as in `dynamic_rescale_rms`.
+    It is measured at run time, as in `dynamic_rescale_rms`, and may be of any size.
     """
     return x
 

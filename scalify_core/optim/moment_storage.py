@@ -331,7 +331,7 @@ def new_scales(
         # The largest magnitude goes into [top/2, top): pow2_floor(y) > y/2.
         previous = jnp.concatenate([jnp.ravel(old[leaf]) for leaf in measured])
         parts.append(jnp.where(is_new, pow2_floor(largest * (2 / top)), previous))
-    if constants:  # In a shard_map over CPUs, XLA ends the process at an empty one.
+    if constants:  # In a shard_map over CPUs, XLA ends the process at an empty part.
         numbers = np.array(list(constants.values()), np.float32)
         parts.append(np.repeat(numbers, [rows[leaf] for leaf in constants]))
     places: dict[int, int | slice] = {}
@@ -349,7 +349,7 @@ def _top(how: Stored) -> float:
 
 
 def _square_root(x: jax.Array) -> jax.Array:
-    # A negative number has no root: it stays NaN, where a zero would pass.
+    # Negative numbers, the least aside, become NaN: a zero would pass unseen.
     return jnp.where(jnp.abs(x) <= _SQUARE_FLOOR, 0.0, jnp.sqrt(x))
 
 

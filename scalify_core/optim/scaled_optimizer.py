@@ -172,9 +172,11 @@ def scaled_state(
             x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
         ]
         scales = new_scales(new, plans, old_scales, accept, largest_of)
-        # `advance` runs twice: above for the new scales and the updates of small
-        # arrays, and behind a barrier on the scales for the moments to store. Otherwise
-        # XLA would hold all new moments in FP32 until the scales are known.
+        # `advance` runs twice. Otherwise XLA would hold all new moments in FP32 until
+        # the scales are known.
+        #   first:   gradients, old moments -> new scales, updates of small arrays
+        #   barrier: new scales | large gradients, old moments, updates of small arrays
+        #   second:  gradients, old moments -> moments to store, updates of the rest
         # Small arrays keep their first updates: one kernel stores the moments of many,
         # and a later reader of the old moments would need a copy of each. Stacks are
         # copies already.
@@ -209,8 +211,8 @@ def scaled_state(
         def restore_rejected(leaf: int, x: Any) -> Any:
             if plans[leaf].how is None:
                 return _unless(accept, x, old[leaf])
-            # A stack's rows are written again by a later kernel: not held, each row is
-            # copied first.
+            # A later kernel writes the rows of a stack again: without a barrier, each
+            # row is copied first.
             data = compiler_hints.barrier(x.data) if x.scale.ndim else x.data
             return with_scale(_unless(accept, data, old[leaf].data), x.scale)
 
@@ -289,7 +291,7 @@ def propagated_state(
         leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledOptState]:
-        del grad_norm  # a plain number: here the norm has a scale, too
+        del grad_norm  # plain, where the norm that `tx` takes here has a scale
         del largest_of, leaf_indices  # scales come from the RMS, and nothing is random
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:

@@ -118,7 +118,7 @@ def _attention_fwd(
         peak = jnp.max(logits, axis=-1, keepdims=True)
         p = jnp.exp(logits - peak)
         norm = jnp.sum(p, axis=-1, keepdims=True)
-        # The sum divides the narrow output, not the wide probabilities.
+        # The sum divides K numbers a query in place of S, the probabilities.
         outs.append(rows_dot(p.astype(v.dtype), vh[:, :, cols], 2) / norm)
         log_norms.append(peak + jnp.log(norm))
     out = heads_first(jnp.concatenate(outs, axis=2)).astype(q.dtype)

@@ -59,10 +59,10 @@ P_SCALE = 256.0
 # For a result's largest magnitude: at most what saturates nothing, and at least 9
 # octaves above the smallest E4M3 number.
 RESULT_RANGE = (1.0, E4M3.max)
-# The name scope of the second kernel, which the time model leaves out: in a probe on an
-# H100 no guess was wrong.
+# The name scope of the second kernel, which predictions of a step's time leave out: in
+# a probe on an H100 no guess was wrong.
 RERUN = "fp8_attention_rerun"
-# What the guesses put at 1: see `backward_scales`.
+# Where the guesses put the bounds of `backward_scales`, far above typical results.
 DQ_TARGET, DK_TARGET, DV_TARGET = 2.0**10, 2.0**8, 2.0**4
 
 

@@ -59,9 +59,9 @@ def linear_cross_entropy(
             chunk's logits within 64 MiB, on a GPU 256.
         narrow_logits: whether the product writes the logits in the dtype of `x`, under
             `scalify` in that of its data. It halves the memory traffic, and rounds each
-            logit by 2^-12 of its size in FP16, saturating. All later arithmetic is
-            FP32. "cuda": in training on GPUs alone, where that traffic is what the loss
-            waits for.
+            logit by up to 2^-11 of its size in FP16, saturating. All later arithmetic
+            is FP32. "cuda": in training on GPUs alone, where that traffic is what the
+            loss waits for.
 
     Returns:
         FP32 scalar, mean nats.
@@ -281,7 +281,8 @@ def _over_chunks(
     count = next((n for n in range(count, 2 * count) if x.shape[0] % n == 0), count)
     if count == 1:
         return step(carry, x, targets)
-    size, rest = divmod(x.shape[0], count)
+    size = x.shape[0] // count
+    count, rest = divmod(x.shape[0], size)
     body = size * count
     xs = x[:body].reshape(size, count, x.shape[1])
     ts = targets[:body].reshape(size, count)

@@ -133,6 +133,7 @@ NO_SCALE = {
     "a sum": jax.tree.map(jnp.add, A, B),
     "negative": jax.tree.map(jnp.negative, A),
     "zero": jax.tree.map(jnp.subtract, A, as_scaled_array(2 * W, F32(2))),
+    "of rows, one NaN": ScaledArray(W, jnp.array([np.nan] + 7 * [3], F32)),
 }
 
 

@@ -182,6 +182,22 @@ def test_linear_cross_entropy_never_holds_the_logits_of_the_batch():
     assert temp < n * v * 4 / 2
 
 
+@pytest.mark.parametrize(("tokens", "chunk"), [(60, 7), (1009, 10), (1009, 200)])
+def test_no_chunk_of_a_loss_has_more_tokens_than_asked_for(tokens, chunk):
+    """1009 is a prime: no number of equal chunks takes all of its tokens."""
+    sizes = []
+
+    def step(total, x, targets):
+        sizes.append(len(x))
+        return total + jnp.sum(targets), x
+
+    x, targets = normal(0, tokens, 1), jnp.arange(tokens)
+    total, y = losses._over_chunks(step, jnp.int32(0), x, targets, chunk)
+    assert max(sizes) <= chunk
+    assert total == tokens * (tokens - 1) // 2
+    assert_array_equal(y, x)
+
+
 def test_narrow_logits_beyond_the_format_are_its_largest_number():
     x = jnp.full((4, 16), 300, HALF)
     head = jnp.full((24, 16), -300, HALF).at[0].set(300)
