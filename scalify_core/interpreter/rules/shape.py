@@ -38,7 +38,8 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
     if fill is None or fill == 0 or not math.isfinite(fill):
         return registry.apply_to_data(eqn, operand, indices)
     # The number to fill with is a logical one: in the data it would be times the scale.
-    return registry.apply_to_logical(eqn, operand, indices)
+    # One scale, since rows do not stay in their places.
+    return registry.apply_to_logical(eqn, v.scalar_scale(operand), indices)
 
 
 @rule("dynamic_update_slice")
