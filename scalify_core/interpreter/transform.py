@@ -196,7 +196,7 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         args, kwargs = jax.tree.unflatten(tree, all_leaves)
         # A ScaledArray that the function made is no pair of leaves to give scales to.
         out, structure = jax.tree.flatten(asarray(fun(*args, **kwargs)))
-        # Only the first trace's arrays become results. The second trace may have another
+        # Results are the first trace's arrays. The second trace may have another
         # structure: a VJP that is a result knows the dtypes of its trace.
         if not results:
             # None stands for an array: trees have no None among their leaves.
