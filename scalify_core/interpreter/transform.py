@@ -196,12 +196,12 @@ def call_of(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> FlatCall:
         args, kwargs = jax.tree.unflatten(tree, all_leaves)
         # A ScaledArray that the function made is no pair of leaves to give scales to.
         out, structure = jax.tree.flatten(asarray(fun(*args, **kwargs)))
-        # None stands for an array: trees have no None among their leaves. The second
-        # trace writes the same once more.
-        results[:] = [
-            [None if is_array(x) else _without_trace(x) for x in out],
-            structure,
-        ]
+        # Results are the first trace's arrays. The second trace may have another
+        # structure: a VJP that is a result knows the dtypes of its trace.
+        if not results:
+            # None stands for an array: trees have no None among their leaves.
+            rest = [None if is_array(x) else _without_trace(x) for x in out]
+            results.extend((rest, structure))
         return [x for x in out if is_array(x)]
 
     def unflatten(arrays_out: Sequence[Any]) -> Any:

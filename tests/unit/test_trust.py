@@ -66,6 +66,24 @@ def test_a_written_unit_of_1e9_counts_as_a_mask_and_one_that_is_an_argument_does
     assert_allclose(actual, asarray(x) ** 3 * 1e9, rtol=2**-9)
 
 
+def test_what_replaces_infinities_needs_a_number_near_the_rest():
+    x = as_scaled_array(jnp.asarray([1.0, 2.0, np.inf]), dtype=HALF)
+    assert_array_equal(asarray(scalify(jnp.nan_to_num)(x)), [0, 0, np.inf])
+    assert "zero in float16" in explain(jnp.nan_to_num, x).first_loss
+    near = lambda x: jnp.nan_to_num(x, posinf=1e4)
+    assert_allclose(asarray(scalify(near)(x)), [1, 2, 1e4], rtol=2**-11)
+
+
+def test_static_products_in_fp16_make_large_numbers_of_infinities():
+    x = as_scaled_array(jnp.asarray([[1.0, np.inf], [1.0, 2.0]]), dtype=HALF)
+    is_finite = lambda x: (jnp.isfinite(x @ x), jnp.isfinite(x))
+    assert scalify(is_finite, scales="static")(x)[0].all()
+    for scales, dtype in (("auto", HALF), ("static", jnp.bfloat16)):
+        actual = scalify(is_finite, scales=scales)(x.astype(dtype))
+        for mine, plain in zip(actual, is_finite(asarray(x)), strict=True):
+            assert_array_equal(mine, plain)
+
+
 def test_far_from_1_static_scales_need_a_rule_and_the_largest_magnitude():
     large = as_scaled_array(jnp.full(4, 2.0**20), 2.0**20, dtype=HALF)
     fifth = lambda x: x**5

@@ -38,7 +38,8 @@ def _gather(eqn: Any, operand: Value, indices: Any) -> list[Any]:
     if fill is None or fill == 0 or not math.isfinite(fill):
         return registry.apply_to_data(eqn, operand, indices)
     # The number to fill with is a logical one: in the data it would be times the scale.
-    return registry.apply_to_logical(eqn, operand, indices)
+    # One scale, since rows do not stay in their places.
+    return registry.apply_to_logical(eqn, v.scalar_scale(operand), indices)
 
 
 @rule("dynamic_update_slice")
@@ -48,7 +49,11 @@ def _dynamic_update_slice(eqn: Any, operand: Any, update: Any, *indices: Any) ->
 
 
 @rule("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max")
-def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Value:
+def _scatter(eqn: Any, operand: Any, indices: Any, updates: Any) -> Any:
+    if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None:
+        # The user's function of elements, `x.at[i].apply(f)`, is of logical ones.
+        operand = v.scalar_scale(operand)
+        return registry.apply_to_logical(eqn, operand, indices, updates)
     (operand, updates), like = common(*map(v.scalar_scale, (operand, updates)))
     # FP32: sums, and because the equation's inner jaxpr was traced so.
     out = bind(

@@ -8,7 +8,14 @@ import pytest
 from draws import draw_normal
 from numpy.testing import assert_allclose, assert_array_equal
 
-from scalify_core import as_scaled_array, asarray, explain, scalify, weights
+from scalify_core import (
+    PrecisionWarning,
+    as_scaled_array,
+    asarray,
+    explain,
+    scalify,
+    weights,
+)
 
 HALF, E4M3 = jnp.float16, jnp.float8_e4m3fn
 X = draw_normal(0, (4, 8))
@@ -107,3 +114,30 @@ def test_updates_are_rounded_to_nearest_by_default():
     assert_allclose(asarray(actual), asarray(params) + updates, rtol=2.0**-11)
     with pytest.raises(ValueError, match=r"stochastic.* needs seed= and step="):
         weights.apply_updates(params, updates, rounding="stochastic")
+
+
+def test_the_structure_of_a_result_is_that_of_the_trace_with_float32_arrays():
+    def fun(x):
+        if x.dtype == jnp.float32:
+            return x, -x, str(x.dtype)
+        return (x,)
+
+    x = as_scaled_array(jnp.arange(4.0), dtype=jnp.float16)
+    same, negative, dtype = scalify(fun)(x)
+    assert_array_equal(asarray((same, negative)), [asarray(x), -asarray(x)])
+    assert dtype == "float32"
+
+
+def test_a_pullback_may_be_a_result_and_an_argument():
+    """A pipeline may run its forward and its backward pass apart."""
+    fun = lambda x, w: jnp.tanh(x @ w).astype(jnp.float32)
+    x, w = jnp.eye(3), jnp.full((3, 2), 0.5)
+    forward = lambda x, w: jax.vjp(fun, x, w)[1]
+    args = as_scaled_array((x, w), dtype=jnp.float16)
+    pullback = jax.jit(scalify(forward))(*args)
+    # The pullback takes FP32 alone, so it has no trace with FP16 residuals.
+    with pytest.warns(PrecisionWarning, match="cannot be traced with arrays in the fo"):
+        gradients = jax.jit(scalify(lambda f, y: f(y)))(pullback, jnp.ones((3, 2)))
+    expected = forward(x, w)(jnp.ones((3, 2)))
+    for actual, wanted in zip(asarray(gradients), expected, strict=True):
+        assert_allclose(actual, wanted, rtol=2e-3, atol=1e-6)

@@ -69,6 +69,26 @@ def test_a_guard_that_moves_still_guards(name):
     assert_array_equal(asarray(quotient), 0)
 
 
+@pytest.mark.parametrize("rows", [[1, 0, 3], [3, 2, 1, 0]])
+def test_rows_that_a_gather_with_a_fill_value_moves_keep_their_numbers(rows):
+    """A moved row does not get the scale of the row that was in its place."""
+    x = ScaledArray(
+        draw_normal(0, (4, 8)).astype(HALF), 2.0 ** F32([[-12, 12, 0, 5]]).T
+    )
+    fun = lambda x: x.at[jnp.asarray([*rows, 9])].get(mode="fill", fill_value=7.0)
+    expected = fun(asarray(x))
+    # The rows are 24 octaves apart, beside one scale.
+    atol = RTOL * np.abs(expected).max()
+    assert_allclose(asarray(scalify(fun)(x)), expected, rtol=RTOL, atol=atol)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_is_applied_to_the_logical_values_of_chosen_elements(kind):
+    x = ScaledArray(ROW, KINDS[kind](2.0))
+    fun = lambda x: x.at[jnp.asarray([0, 2])].apply(jnp.sin)
+    assert_allclose(asarray(scalify(fun)(x)), fun(asarray(x)), rtol=RTOL)
+
+
 def test_a_constant_that_the_format_holds_costs_no_conversion():
     x = as_scaled_array(jnp.ones(8), 1.0, dtype=HALF)
     fun = lambda x: jnp.where(x > 0, jnp.maximum(x, 0.25), -jnp.inf)
