@@ -75,9 +75,9 @@ def test_a_precision_without_scales_is_refused(settings, capsys):
     assert "scaling=none has no scales to explain; valid: propagate, mx," in error
 
 
-@pytest.mark.parametrize(
-    "precision", ["mxfp8", pytest.param("scalify_mxfp8", marks=pytest.mark.slow)]
-)
+# the table, small: unit/trainer/cli/test_explain.py; the figures: test_numerics.py
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["mxfp8", "scalify_mxfp8"])
 def test_blocks_of_operands_are_a_table(settings, precision, capsys):
     folder, arguments = settings
     out = folder / f"{precision}.json"
