@@ -17,6 +17,7 @@ KEYS = {
     "scan": "model.scan_layers",
     "deterministic": "deterministic",
     "logits": "model.loss_logits",
+    "attention": "precision.attention",
 }
 
 
@@ -38,8 +39,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the case in printed tables."""
-        parts = (self.model, self.precision, f"B={self.batch}", *self.settings)
-        return " ".join(parts)
+        first = f"{self.model} {self.precision} B={self.batch}"
+        return " ".join((first, *self.settings))
 
     def overrides(self, context: int | None) -> list[str]:
         """Return the trainer's arguments; `context` None: the model's."""

@@ -28,8 +28,8 @@ class Arguments:
 
     cases: str = argument(
         "model:precision[:batch=8][:remat=none][:scan=false][:deterministic=auto]"
-        "[:logits=auto], separated by commas; torch is a precision; gpu: all peers"
-        " at three sizes",
+        "[:logits=auto][:attention=null], separated by commas; torch is a precision;"
+        " gpu: all peers at three sizes",
         "gpu",
     )
     rounds: int = argument("turns of each case", 7)
