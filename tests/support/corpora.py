@@ -2,11 +2,12 @@
 
 import json
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data import Manifest, prepare
+from trainer.data import Manifest, corpus, datasets_patches, prepare
 from trainer.data.corpus import open_corpus
 
 
@@ -32,18 +33,26 @@ def write(folder, files):
     return folder
 
 
+def directories_as_hub(monkeypatch, cache):
+    """Let directories stand in for data sets of the hub, which no test asks."""
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+    monkeypatch.setattr(corpus, "check_hub_name", lambda _: None)
+    monkeypatch.setattr(datasets_patches, "home_of", lambda name: f"{name}/")
+
+
 def read(source, cache):
     """Return the texts of a source."""
-    corpus = open_corpus(source, cache)
-    return [text for part in corpus.read(None) for text in part.texts]
+    parts = open_corpus(source, cache).read(None)
+    return [text for part in parts for text in part.texts]
 
 
-def check_positions(corpus):
+def check_positions(opened):
     """Check that reading goes on from each position, and return the parts."""
-    parts = list(corpus.read(None))
+    parts = list(opened.read(None))
     for i, part in enumerate(parts):
         position = json.loads(json.dumps(part.position))
-        rest = [text for later in corpus.read(position) for text in later.texts]
+        rest = [text for later in opened.read(position) for text in later.texts]
         assert rest == [text for later in parts[i + 1 :] for text in later.texts]
     return parts
 

@@ -32,10 +32,9 @@ from trainer.data.files import (
 )
 from trainer.data.hub_data import (
     check_column,
-    check_not_builder,
+    check_hub_name,
     hub_errors,
     load_hub,
-    local_files,
     open_builder,
 )
 from trainer.data.jsonl import read_jsonl
@@ -45,7 +44,6 @@ from trainer.data.shards import digest
 from trainer.data.standard_library import Library, find_library, text_of_file
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
-from trainer.files import path_of
 from trainer.text import as_typed, note, override
 
 if TYPE_CHECKING:
@@ -92,13 +90,13 @@ class TextSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the Hugging Face hub, or a local directory with its layout.
+    """A data set of the Hugging Face hub.
 
     Prepared data are looked up by these fields, without asking the hub, so they are
     found without network: pin `revision` where the data set may change.
 
     Attributes:
-      name: organization/name, or a directory.
+      name: organization/name.
       config: one of the data set's configurations, if it has several.
       split: its name, perhaps with a slice such as "train[:10%]" (not when streaming).
       column: the column that holds the text.
@@ -462,23 +460,15 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
             f"streaming {source.name} needs an end: set data.max_documents or"
             " data.max_tokens"
         )
-    check_not_builder(source.name)
-    folder = path_of(source.name)
-    local = local_files(folder)
-    files = examine(local, must_be_text=lambda _: False, cache_dir=cache_dir)
-    digests = [file.digest for file in files]
-    # Names are part of the fingerprint: `datasets` finds a file's format and split by
-    # them.
-    contents = [(str(f.path.relative_to(folder)), f.digest) for f in files]
+    check_hub_name(source.name)
     # Streaming reads the same text, so it is no part of the fingerprint.
     fields = source.description | {"streaming": False}
-    content = digest(["hub", fields, contents])
-    # `datasets` may have read what a file held before its digest was taken, or after.
-    cache_key = digest([content, *(file.stamp for file in files)])
+    # The empty lists stand for local files, which earlier versions could read here.
+    content = digest(["hub", fields, []])
 
     @functools.cache
     def get_builder() -> "DatasetBuilder":
-        if not source.may_fetch and not folder.is_dir():
+        if not source.may_fetch:
             raise UserError(
                 f"data.name={source.name} is a data set of the hub that is not prepared"
                 " here, and a run's saved settings fetch nothing, since somebody else"
@@ -486,12 +476,11 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
                 f" data=hf {override('data.name', source.name)}` with the run's other"
                 " keys of data"
             )
-        return open_builder(source, local, cache_key)
+        return open_builder(source, digest([content]))
 
     def read(position: Position) -> Iterator[TextBatch]:
         with hub_errors(source), exact_json(get_builder().name, source.column):
-            # Of the hub it is the commit. A local directory has its fingerprint.
-            version = None if local else get_builder().hash
+            version = get_builder().hash  # of the commit
             state = state_at(position, version, source)
             dataset = load_hub(source, get_builder())
             check_column(dataset, source.column)
@@ -499,15 +488,8 @@ def hub_corpus(source: HubSource, cache_dir: Path) -> Corpus:
                 place = {"version": version, "streaming": source.streaming}
                 yield batch._replace(position=place | {"state": batch.position})
 
-    description = {"kind": "hub"} | source.description | {"digests": digests}
-    return Corpus(
-        source.name,
-        description,
-        content,
-        read,
-        max_tokens=source.max_tokens,
-        files=files,
-    )
+    description = {"kind": "hub"} | source.description | {"digests": []}
+    return Corpus(source.name, description, content, read, max_tokens=source.max_tokens)
 
 
 def state_at(position: Position, version: str | None, source: HubSource) -> Any:

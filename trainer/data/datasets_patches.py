@@ -5,7 +5,6 @@
 | data_files.resolve_pattern | asks servers of a README.md with the user's login |
 | yaml.SafeLoader.construct_document | writes out aliases without a bound |
 | builder._cast_table | turns numbers, dates and objects into text |
-| builder._generate_tables (CSV) | pandas reads other fields than a line has |
 | utils.json, json.json: ujson_loads, ujson_dumps, pandas_read_json | drop texts |
 
 A version of `datasets` that lacks one of its names is refused.
@@ -16,32 +15,27 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.csv_texts import csv_tables
 from trainer.data.files import NoColumn
 from trainer.data.jsonl import load_once
 from trainer.data.parquet import is_text, not_text_column
 from trainer.errors import UserError
-from trainer.files import path_of
 from trainer.text import note
 
 if TYPE_CHECKING:
     import pyarrow
     from datasets import DatasetBuilder
 
-# Builders that cast tables, in the reference version of `datasets`.
-CASTING_BUILDERS = ("arrow", "json", "pandas", "parquet", "text", "xml")
-# Those whose texts are exact. Of others, some read NA as missing (imagefolder), cut
-# lines (harbor), write numbers as text (eval), or take a damaged header for the end of
-# an archive (webdataset).
-EXACT_BUILDERS = ("arrow", "csv", "json", "parquet", "text", "xml")
-PLAIN_BUILDERS = ("text", "xml")  # of texts as they stand in a file
+# Builders whose texts are exact. Of others, some read NA as missing (csv, imagefolder),
+# cut lines (harbor), write numbers as text (eval), or take damage for the end of the
+# data (arrow, webdataset).
+EXACT_BUILDERS = ("json", "parquet", "text")
 # Settings of a README.md with the values that lose nothing: others leave out damaged
-# files, or characters. (CSV files are read without them.)
+# files, or characters.
 LOSSLESS: dict[str, Sequence[Any]] = {
     "encoding_errors": (None, "strict"),
     "on_bad_files": ("error",),
@@ -110,22 +104,20 @@ def yaml_nodes(node: Any, known: dict[int, float]) -> float:
 
 def check_is_own(name: str, file: str) -> None:
     """Raise UserError for a file, or a pattern of files, outside of the data set."""
-    folder = path_of(name)
-    if folder.is_dir():
-        # `datasets` takes the path as it was given, or resolved.
-        prefixes = [f"{os.path.abspath(folder)}{os.sep}", f"{folder.resolve()}{os.sep}"]
-        path, is_url = os.path.abspath(file), "://" in file
-    else:
-        # os.path.normpath turns hf:// into hf:/.
-        prefixes = [f"hf:/datasets/{name}@"]
-        path, is_url = os.path.normpath(file), False
-    inside = [path.removeprefix(p) for p in prefixes if path.startswith(p)]
+    path = os.path.normpath(file)
+    inside = path.removeprefix(home_of(name))
     # What follows :: is read first, as in zip://*::FILE.
-    if is_url or not inside or "::" in inside[0]:
+    if inside == path or "::" in inside:
         raise UserError(
             f"data.name={name} takes {file} for its own data, which is elsewhere;"
             " correct its README.md"
         )
+
+
+def home_of(name: str) -> str:
+    """Return what the path of each file of a data set begins with, normalized."""
+    # os.path.normpath turns hf:// into hf:/.
+    return f"hf:/datasets/{name}@"
 
 
 def check_lossless(name: str, builder: "DatasetBuilder") -> None:
@@ -159,13 +151,12 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
     if builder.name not in EXACT_BUILDERS:
         raise UserError(
             f"data=hf: `datasets` reads it as {builder.name}, and may change or drop"
-            f" texts; valid: {', '.join(EXACT_BUILDERS)}; save the texts as JSON lines"
+            f" texts; valid: {', '.join(EXACT_BUILDERS)}; save the texts as JSON lines,"
+            " and read them by data=text"
         )
     cast = getattr(builder, "_cast_table", None)
-    if cast is None and builder.name in CASTING_BUILDERS:
-        raise unknown_version(builder.name)
     if cast is None:
-        return
+        raise unknown_version(builder.name)
 
     def checked(table: "pyarrow.Table", **settings: Any) -> "pyarrow.Table":
         # `datasets` writes a column of several types as JSON, its texts in quotes.
@@ -173,29 +164,11 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
             raise UserError(not_text_column(column, "a mix of types"))
         if table.column_names:  # A JSON file whose rows are {} has none.
             check_text_column(table, column)
-            if builder.name in PLAIN_BUILDERS:
+            if builder.name == "text":
                 check_no_nul(table, column)
         return cast(table, **settings)
 
     vars(builder)["_cast_table"] = checked
-
-
-def read_csv_strictly(builder: "DatasetBuilder", column: str) -> None:
-    """Have a builder read one column of CSV files by `csv_tables`.
-
-    Raises:
-      UserError: the method is private to `datasets`, and this version lacks it.
-    """
-    if not hasattr(builder, "_generate_tables"):
-        raise unknown_version("csv")
-
-    def tables(
-        base_files: Any, files_iterables: Iterable[Iterable[str]]
-    ) -> Iterator[tuple[Any, "pyarrow.Table"]]:
-        del base_files
-        return csv_tables(builder.config, column, files_iterables)
-
-    vars(builder)["_generate_tables"] = tables
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Literal
 from trainer.data.shards import read_json_or_empty
 from trainer.errors import UserError
 from trainer.files import check_link_target, check_regular, path_of, write_atomically
-from trainer.text import note, override, without_braces
+from trainer.text import note, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
 # Formats by suffix. For other suffixes see NOT_PLAIN, else a file is text.
@@ -39,8 +39,7 @@ MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
 NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
 NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
 NOT_PLAIN[".ipynb"] = "a notebook"
-TABLE = "a table"
-NOT_PLAIN |= dict.fromkeys((".csv", ".tsv"), TABLE)
+NOT_PLAIN |= dict.fromkeys((".csv", ".tsv", ".arrow"), "a table")
 # Git LFS puts a pointer with this start in the place of a file that was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
@@ -301,18 +300,9 @@ def format_of(path: Path, format: Format | None) -> Format:
     """Return the format of a file: by its suffix, else `format`, else text.
 
     Raises:
-      UserError: the suffix contradicts `format`, or is .arrow. Without a `format`: the
-          file is no plain text by its suffix, or looks like JSON lines or markup.
+      UserError: the suffix contradicts `format`. Without a `format`: the file is no
+          plain text by its suffix, or looks like JSON lines or markup.
     """
-    if path.suffix.lower() == ".arrow":
-        folder = path.parent
-        if (folder.parent / "dataset_dict.json").is_file():  # It has several splits.
-            folder = folder.parent
-        raise UserError(
-            f"{path} is an Arrow table, such as `datasets.save_to_disk` writes; read"
-            f" its directory by data=hf {override('data.name', folder)}, or leave"
-            " it out of data.paths"
-        )
     by_name = FORMATS.get(path.suffix.lower())
     if by_name is not None and format not in (None, by_name):
         raise UserError(
@@ -322,13 +312,10 @@ def format_of(path: Path, format: Format | None) -> Format:
         )
     kind = NOT_PLAIN.get(path.suffix.lower())
     if format is None and kind is not None:
-        advice = "extract its text"
-        if kind == TABLE:
-            name = override("data.name", path.parent)
-            advice = f"read the tables of its directory by data=hf {name}, {advice}"
         raise UserError(
-            f"{path} is {kind} by its name: {advice}, leave it out of data.paths, or"
-            " set data.format=text to train on it as it stands"
+            f"{path} is {kind} by its name: extract its text (of a table as JSON lines"
+            " or Parquet), leave it out of data.paths, or set data.format=text to train"
+            " on it as it stands"
         )
     start = b"" if by_name or format else first_bytes(path)
     if begins_like_json(start):

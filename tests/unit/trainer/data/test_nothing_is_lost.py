@@ -6,11 +6,10 @@ import json
 import os
 from types import SimpleNamespace
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import documents_of, prepared, read, rows, write
+from corpora import directories_as_hub, documents_of, prepared, read, rows, write
 from library_tokenizers import END, byte_level, saved
 from tokenizers import (
     AddedToken,
@@ -28,7 +27,6 @@ from trainer.data.byte_spelling import SPELLING
 from trainer.data.compressed import decompressed
 from trainer.data.corpus import open_corpus
 from trainer.data.files import expand
-from trainer.data.hub_data import local_files
 from trainer.data.json_tokenizer import NoToken
 from trainer.data.preparation import SEARCHED, note_special_tokens
 from trainer.data.tokenizer import TRIED, changed_characters
@@ -75,12 +73,9 @@ def test_texts_in_a_directory_that_cannot_be_listed_are_not_left_out(
     message = r"closed cannot be listed \(Input/output error\), so that its files would"
     with pytest.raises(UserError, match=message):
         expand((path,))
-    with pytest.raises(UserError, match=message):
-        local_files(folder)
     assert expand((str(folder / "*.txt"),)) == [folder / "a.txt"]
     (folder / "closed").rename(folder / ".closed")  # hidden ones are not read
     assert expand((str(folder),)) == [folder / "a.txt"]
-    assert folder / "a.txt" in local_files(folder)
 
 
 def fail_to_list(monkeypatch, name):
@@ -120,7 +115,7 @@ def test_a_letter_that_the_disk_changed_in_parquet_is_found(
     tmp_path, monkeypatch, kind
 ):
     """Where the file has checksums of its pages, as of Spark and parquet-mr."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    directories_as_hub(monkeypatch, tmp_path / "hf")
     (tmp_path / "set").mkdir()
     path = tmp_path / "set" / "a.parquet"
     pq.write_table(
@@ -135,24 +130,6 @@ def test_a_letter_that_the_disk_changed_in_parquet_is_found(
     path.write_bytes(path.read_bytes().replace(b"second", b"recond"))
     with pytest.raises(UserError, match="could not verify page integrity"):
         read(source, tmp_path)
-
-
-def test_rows_that_are_missing_at_the_end_of_arrow_data_are_missed(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    texts = [f"text {i}" for i in range(2000)]  # two batches
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "set")
-    source = HubSource(str(tmp_path / "set"))
-    assert read(source, tmp_path) == texts
-    [path] = (tmp_path / "set").glob("*.arrow")
-    data = path.read_bytes()
-    stream = pa.BufferReader(data)
-    pa.ipc.open_stream(stream).read_next_batch()
-    for size in (stream.tell(), len(data) - 8):
-        path.write_bytes(data[:size])
-        with pytest.raises(UserError, match="lacks the end of Arrow data, so that"):
-            read(source, tmp_path)
 
 
 def test_files_of_one_content_are_said(tmp_path, capsys):

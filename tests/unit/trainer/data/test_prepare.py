@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import check_positions, prepared, rows, tokens, write
+from corpora import (
+    check_positions,
+    directories_as_hub,
+    prepared,
+    rows,
+    tokens,
+    write,
+)
 from library_tokenizers import write_tiktoken
 
 from trainer.cli.commands import run
@@ -199,6 +206,12 @@ def test_killed_at_any_moment_and_continued_it_is_the_same_to_the_byte(
     assert [path.stat().st_mtime_ns for path in shards] == times
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    directories_as_hub(monkeypatch, tmp_path / "hf")
+
+
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("kind", ["text", "hub"])
 def test_every_position_continues_with_the_rows_that_follow_it(
     kind, sources, tmp_path, monkeypatch
@@ -233,6 +246,7 @@ def interrupted(tmp_path, monkeypatch):
     return interrupt
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("kind", ["text", "hub"])
 def test_an_interruption_with_a_torn_journal_and_partial_files_loses_nothing(
     kind, sources, tmp_path, monkeypatch, interrupted

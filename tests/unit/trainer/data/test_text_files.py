@@ -182,7 +182,6 @@ CUT_OFF = b"x" * (BLOCK - 1) + "é".encode()[:1] + b"x"
 LINES = rows(MANY)
 NO_TEXT = r"a\.txt is not text: {}; convert it"
 NAMED = "is a?n? ?[a-z ]+ by its name: extract"
-AS_TABLES = r"is a table by its name: read the tables .* by data=hf data\.name=.*/"
 TAR = b"a.jsonl".ljust(257, b"\0") + b"ustar".ljust(1024, b"\0") + LINES.encode()
 LIKE_JSON, LIKE_MARKUP = "looks like JSON lines", "looks like markup, but not by its"
 AS_JSONL = {"format": "jsonl"}
@@ -262,8 +261,10 @@ REFUSED = [
     ),
     ("a.txt", "words", {"max_documents": 3}, r"=3, but .*a\.txt is a single text"),
     # text in something else
-    *((name, "words", {}, NAMED) for name in ("a.html", "a.ipynb", "a.warc")),
-    *((name, "words", {}, AS_TABLES) for name in ("a.TSV", "a.csv")),
+    *(
+        (name, "words", {}, NAMED)
+        for name in ("a.html", "a.ipynb", "a.warc", "a.TSV", "a.csv")
+    ),
     ("a.tar", TAR, {}, r"a\.tar is a tar archive; unpack it"),
     ("a.tar.gz", gzip.compress(TAR, mtime=0), {}, r"a\.tar\.gz is a tar archive; unp"),
     ("a.txt", "<!DOCTYPE html><p>text</p>", {}, LIKE_MARKUP),
@@ -278,7 +279,7 @@ REFUSED = [
     ("a.jsonl.gz", packed("gzip", '{"b": "a"}\n'), {}, r"l\.gz: there is no col"),
     ("a.txt.gz", gzip.compress(b"caf\xe9", mtime=0), {}, r"a\.txt\.gz is not text"),
     ("a.csv.gz", packed("gzip", "text\nx\n"), {}, r"a\.csv\.gz is a table by its n"),
-    ("a.arrow.gz", gzip.compress(b"x", mtime=0), {}, "data=hf data.name=.*, or leave"),
+    ("a.arrow.gz", gzip.compress(b"x", mtime=0), {}, NAMED),
     ("a.gz", packed("gzip", rows("a")), {}, r"a\.gz looks like JSON lines"),
     ("a.jsonl.gz", gzip.compress(b"", mtime=0), {}, r"a\.jsonl\.gz has no text"),
     (
@@ -344,11 +345,6 @@ TWO_SAVES = "are shards of two saves of one data set"
             r"a\.txt\.zst has the content of .*a\.txt\.gz by .*leave one",
         ),
         ({}, r"no file is in directory .*; correct the path"),
-        # as `datasets` saves to disk
-        (
-            {"data-00000-of-00001.arrow": b"x"},
-            "by data=hf data.name=.*/texts, or leave",
-        ),
         # of many Parquet files the one without text, before other files are read
         *(
             ({"a.parquet": MANY, "b.txt": "words", "z.parquet": table}, message)
