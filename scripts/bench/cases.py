@@ -39,8 +39,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the case in printed tables."""
-        first = f"{self.model} {self.precision} B={self.batch}"
-        return " ".join((first, *self.settings))
+        return " ".join((self.model, self.precision, f"B={self.batch}", *self.settings))
 
     def overrides(self, context: int | None) -> list[str]:
         """Return the trainer's arguments; `context` None: the model's."""
