@@ -1,6 +1,7 @@
 """Data sets that package `datasets` reads: their builder, rows and errors."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from trainer.data.corpus import HubSource
 
 ROWS_PER_BATCH = 1000
+# Readers of other compressions and of archives leave out what follows damage, or hidden
+# members.
+EXACT_FILES = re.compile(r"(?is).*\.(json|jsonl|ndjson|parquet|txt)(\.gz|\.zst)?")
 DOWNLOADED = "; data=text data.paths=[FILE,...] reads files that were downloaded"
 
 
@@ -80,6 +84,13 @@ def open_builder(source: "HubSource", cache_key: str) -> "DatasetBuilder":
     splits = (builder.config.data_files or {}).values()
     for file in itertools.chain(*splits):
         check_is_own(source.name, file)
+        if not EXACT_FILES.fullmatch(file):
+            raise UserError(
+                f"data.name={source.name}: {file} may lose texts, as archives do where"
+                " they are damaged; valid: .json, .jsonl, .ndjson, .parquet and .txt,"
+                " and these as .gz and .zst; save the texts as JSON lines, and read"
+                " them by data=text"
+            )
     check_no_file_twice(source.name, splits)
     if builder.name == "text":
         note(f"data.name={source.name}: `datasets` makes each line a document")

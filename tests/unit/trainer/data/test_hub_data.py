@@ -1,10 +1,13 @@
 """Data sets that package `datasets` reads: what is read exactly, said, or refused."""
 
+import bz2
 import importlib
 import io
+import lzma
 import re
 import socket
 import tarfile
+import zipfile
 
 import datasets
 import pyarrow as pa
@@ -75,6 +78,17 @@ def test_a_format_whose_texts_are_not_checked_is_refused(tmp_path, files, reader
 
 
 NO_ROWS = pa.table({"text": pa.array([], "utf8")})
+
+
+def zipped(files):
+    """The bytes of a zip file."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
 FILTER = 'filters=[[text, "==", b]]'
 READ = {
     "a file without rows": (
@@ -150,6 +164,14 @@ REFUSED = [
             ("parquet", "on_bad_files=skip"),
             ("txt", "encoding_errors=ignore"),
             ("jsonl", "encoding_errors=replace"),
+        )
+    ),
+    *(
+        ({name: content}, rf"{name} may lose texts, .*; valid: \.json, ")
+        for name, content in (
+            ("a.jsonl.bz2", bz2.compress(rows("a").encode())),
+            ("a.jsonl.xz", lzma.compress(rows("a").encode())),
+            ("a.zip", zipped({"train/a.jsonl": rows("a"), "__a.jsonl": rows("b")})),
         )
     ),
     ({"a.txt": "one\n\0\0\0\nthree"}, "a text holds NUL, as where a file was damaged"),
