@@ -79,7 +79,7 @@ class WandbTracker(Tracker):
         arguments["config"] = redact(start.config)
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         self._run: Any = self._connect(arguments, online=mode == "online")
-        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(QUEUE_SIZE)
+        self._calls: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(
             target=self._run_calls, name="wandb", daemon=True
         )
@@ -187,10 +187,9 @@ class WandbTracker(Tracker):
             if self._row or self._texts:
                 self._send_row()
         self._enqueue(lambda run: run.finish(exit_code=exit_code))
-        self._put(None)
-        self._thread.join(
-            FINISH_SECONDS + ENQUEUE_SECONDS if self._run is not None else 0
-        )
+        self._enqueue(None)
+        has_failed = self._run is None
+        self._thread.join(0 if has_failed else FINISH_SECONDS + ENQUEUE_SECONDS)
         if self._thread.is_alive():
             self._give_up("does not finish")
             # It runs before W&B's hook, which would wait forever.
@@ -226,11 +225,8 @@ class WandbTracker(Tracker):
         }
         return {"step": self._step} | self._row | events | tables
 
-    def _enqueue(self, call: Callable[[Any], Any]) -> None:
-        """Queue `call(run)` for the thread that talks to W&B."""
-        self._put(lambda: call(self._run))
-
-    def _put(self, call: Callable[[], Any] | None) -> None:
+    def _enqueue(self, call: Callable[[Any], Any] | None) -> None:
+        """Queue `call(run)` for the thread that talks to W&B; None ends the thread."""
         if self._run is not None:
             try:
                 self._calls.put(call, timeout=ENQUEUE_SECONDS)
@@ -243,12 +239,13 @@ class WandbTracker(Tracker):
             if call is None:
                 return
             try:
-                call()
+                call(self._run)
             # Any failure of W&B's process must not end a training run.
             except Exception as error:
                 self._give_up(type(error).__name__)
 
     def _give_up(self, reason: str) -> None:
+        """Drop the W&B run: all later records go to metrics.jsonl alone."""
         if self._run is not None:
             self._run = None
             logger.warning(
