@@ -154,17 +154,29 @@ class LogFile:
         self._file.close()
 
 
-def check_log(path: Path, expected: Digest) -> str | None:
-    """Return how a log differs from its digest at a checkpoint; None: it does not."""
+def check_log(path: Path, saved: object) -> tuple[int, str | None]:
+    """Compare a log with its digest at a checkpoint.
+
+    Args:
+      path: the log.
+      saved: the digest; any other value: the checkpoint has none.
+
+    Returns:
+      the size in bytes that the log had, and how it differs now. An unknown size is
+      `sys.maxsize`; the log is then cut by the steps of its rows alone.
+    """
+    digest = Digest.from_checkpoint(saved)
+    if digest is None:
+        return sys.maxsize, None
     data = read_log(path)
-    if expected.is_of(data[: expected.size]):
-        return None
+    if digest.is_of(data[: digest.size]):
+        return digest.size, None
     rows = data.count(b"\n")
     damage = "lines were changed, added or removed"
-    if rows < expected.rows:
+    if rows < digest.rows:
         damage = "the missing lines are lost"
-    return (
-        f"it has {rows} lines, {expected.rows} were written; {damage}; the checkpoint"
+    return sys.maxsize, (
+        f"it has {rows} lines, {digest.rows} were written; {damage}; the checkpoint"
         " itself is not affected"
     )
 
@@ -221,9 +233,9 @@ def cut_logs(start: TrackerStart) -> None:
     earlier attempt are not its own.
     """
     with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
-        log, samples = (start.run_dir / n for n in ("metrics.jsonl", "samples.txt"))
+        log = start.run_dir / "metrics.jsonl"
         cut_rows(log, start.step, redo_row=start.redo_row)
-        cut_samples(samples, start.step - start.redo_row)
+        cut_samples(start.run_dir / "samples.txt", start.last_valid_step)
 
 
 class JsonlTracker(Tracker):
@@ -242,40 +254,31 @@ class JsonlTracker(Tracker):
         step = start.step
         self.path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.txt"
-        last_kept = step - start.redo_row
+        last_step = start.last_valid_step
         # The digest of the rows; that of the samples is its entry `samples`.
         state = start.checkpoint_state or {}
-        saved = {self.path: state, self.samples_path: state.get("samples")}
-        sizes = {}
-        problems = []
         with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
-            for path, value in saved.items():
-                # A log that does not fit its digest is cut by the steps of its rows.
-                sizes[path] = sys.maxsize
-                digest = Digest.from_checkpoint(value)
-                if digest is None:
-                    continue
-                damage = check_log(path, digest)
-                if damage is None:
-                    sizes[path] = digest.size
-                else:
-                    problems.append(
-                        f"{path} is not what the run wrote up to step {step}: {damage}"
-                    )
-            self._logged = cut_rows(
-                self.path, step, size=sizes[self.path], redo_row=start.redo_row
-            )
-            cut_samples(self.samples_path, last_kept, sizes[self.samples_path])
+            size, row_damage = check_log(self.path, state)
+            self._logged = cut_rows(self.path, step, size=size, redo_row=start.redo_row)
+            size, sample_damage = check_log(self.samples_path, state.get("samples"))
+            cut_samples(self.samples_path, last_step, size)
             self._rows = LogFile(self.path)
             self._samples = LogFile(self.samples_path)
-        for problem in problems:
-            self._warn(step, problem)
-        if start.checkpoint_state is None and 0 <= self._logged < last_kept:
+        for path, damage in (
+            (self.path, row_damage),
+            (self.samples_path, sample_damage),
+        ):
+            if damage is not None:
+                self._warn(
+                    step,
+                    f"{path} is not what the run wrote up to step {step}: {damage}",
+                )
+        if start.checkpoint_state is None and 0 <= self._logged < last_step:
             # At the next step: a later resume from here cuts this event and repeats it.
             self._warn(
-                last_kept + 1,
+                last_step + 1,
                 f"{self.path} has no rows after step {self._logged} up to step"
-                f" {last_kept}: the run took these steps without this log"
+                f" {last_step}: the run took these steps without this log"
                 " (tracker=none)",
             )
 

@@ -39,13 +39,14 @@ class TrackerStart:
 
     Attributes:
       run_dir: the run's directory; it exists.
-      step: steps taken so far; 0: a new run. Records of later steps are sent again. If
-        `is_new`, no earlier record belongs to this run either.
+      step: steps taken so far; 0: a new run. Records of later steps are sent again.
       config: the configuration as nested plain values.
       redo_row: whether the row of `step` itself is sent again too, with its sample.
-      id: the tracker's attribute `id` at the newest checkpoint, or None.
+      id: `Tracker.id` at the newest checkpoint, or None. Of several trackers, it is
+        that of the first that has one: with tracker=wandb, W&B's.
       log: the log of the run; None: tracker=none.
-      checkpoint_state: `Tracker.checkpoint_state` at the newest checkpoint, or None.
+      checkpoint_state: `Tracker.checkpoint_state` at the newest checkpoint, or None. It
+        is that of metrics.jsonl, unless tracker=none.
       is_fork: whether the run starts here from another run's checkpoint.
     """
 
@@ -65,6 +66,13 @@ class TrackerStart:
         Older records in `run_dir` then belong to an earlier attempt.
         """
         return self.step == 0 or self.is_fork
+
+    @property
+    def last_valid_step(self) -> int:
+        """The last step whose row and samples are not sent again; -1: none."""
+        if self.is_new:
+            return -1
+        return self.step - 1 if self.redo_row else self.step
 
 
 class Tracker:
@@ -165,11 +173,9 @@ class TrackerGroup(Tracker):
             tracker.flush()
 
     def checkpoint_state(self) -> Mapping[str, Any] | None:
-        for tracker in self.trackers:
-            state = tracker.checkpoint_state()
-            if state is not None:
-                return state
-        return None
+        """Return the state of the first tracker that has one."""
+        states = (tracker.checkpoint_state() for tracker in self.trackers)
+        return next((state for state in states if state is not None), None)
 
     def finish(self, exit_code: int = 0) -> None:
         with contextlib.ExitStack() as finishing:  # finish each, even if one fails

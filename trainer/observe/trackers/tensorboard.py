@@ -30,8 +30,8 @@ from trainer.text import how_to_install
 
 PACKAGE = "tensorboardX"
 HEADER = struct.Struct("<QI")
-LENGTH = 8  # bytes
-CHECKSUM = 4  # bytes
+LENGTH_BYTES = 8
+CHECKSUM_BYTES = 4
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class TensorboardTracker(Tracker):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._make = summary
-        self._proto = summary_pb2
+        self._summary = summary
+        self._summary_pb2 = summary_pb2
         self._event = event_pb2.Event
         # The watchdog's thread may write while the loop does.
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class TensorboardTracker(Tracker):
         with explain_unwritable(f"to {folder}", MAKE_ROOM):
             folder.mkdir(exist_ok=True)
             files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
-            first_step = 0 if start.is_new else start.step + 1 - start.redo_row
+            first_step = start.last_valid_step + 1
             for path in files:
                 remove_later_events(path, first_step, event_pb2.Event.FromString)
             self._writer = EventsWriter(str(folder / f"part-{len(files):05d}"))
@@ -83,24 +83,24 @@ class TensorboardTracker(Tracker):
 
     def row(self, step: int, row: Row) -> None:
         for name, value in without_layers(row).items():
-            self._write(step, summary=self._make.scalar(name, float(value)))
+            self._write(step, summary=self._summary.scalar(name, float(value)))
 
     def event(self, step: int, text: str) -> None:
-        self._write(step, summary=self._make.text("events", text))
+        self._write(step, summary=self._summary.text("events", text))
 
     def sample(self, step: int, name: str, text: str) -> None:
         # TensorBoard renders Markdown, where four spaces mean verbatim text.
         text = "".join(f"    {line}\n" for line in text.splitlines())
-        self._write(step, summary=self._make.text(name, text))
+        self._write(step, summary=self._summary.text(name, text))
 
     def picture(self, step: int, name: str, path: Path) -> None:
         data = read_file(path)
         width, height = struct.unpack(">II", data[16:24])  # of a PNG's header
-        image = self._proto.Summary.Image(
+        image = self._summary_pb2.Summary.Image(
             height=height, width=width, colorspace=3, encoded_image_string=data
         )
-        value = self._proto.Summary.Value(tag=name, image=image)
-        self._write(step, summary=self._proto.Summary(value=[value]))
+        value = self._summary_pb2.Summary.Value(tag=name, image=image)
+        self._write(step, summary=self._summary_pb2.Summary(value=[value]))
 
     def flush(self) -> None:
         with self._locked_writing():
@@ -137,21 +137,20 @@ def read_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
     position = 0
     while position + HEADER.size <= len(data):
         length, checksum = HEADER.unpack_from(data, position)
-        if masked_crc32c(data[position : position + LENGTH]) != checksum:
+        if masked_crc32c(data[position : position + LENGTH_BYTES]) != checksum:
             raise ValueError("a record's length is damaged")
-        end = position + HEADER.size + length + CHECKSUM
+        end = position + HEADER.size + length + CHECKSUM_BYTES
         if end > len(data):
             return
-        yield data[position:end], data[position + HEADER.size : end - CHECKSUM]
+        yield data[position:end], data[position + HEADER.size : end - CHECKSUM_BYTES]
         position = end
 
 
 def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) -> None:
     """Remove events of `step` and later ones from a file, and a torn last record.
 
-    What follows a damaged record is removed too, with a warning.
-
-    `parse` makes an event of the content of a record.
+    A damaged record and all behind it are removed too, with a warning. `parse` returns
+    the event in the content of a record.
     """
     from google.protobuf.message import DecodeError
 

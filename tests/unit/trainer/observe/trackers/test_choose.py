@@ -68,6 +68,17 @@ def test_every_tracker_finishes_even_if_one_before_it_cannot():
     assert last.calls == [("finish", 2)]
 
 
+def test_records_after_the_last_valid_step_are_sent_again(tmp_path):
+    starts = [
+        (TrackerStart(tmp_path, 0, {}), -1),
+        (TrackerStart(tmp_path, 3, {}), 3),
+        (TrackerStart(tmp_path, 3, {}, redo_row=True), 2),
+        (TrackerStart(tmp_path, 3, {}, is_fork=True), -1),
+    ]
+    for start, last_valid_step in starts:
+        assert start.last_valid_step == last_valid_step
+
+
 def attempt(run_dir, steps, *, kind="jsonl", start=0, is_fork=False):
     """Run some steps, without a checkpoint."""
     tracker = make_tracker(kind, TrackerStart(run_dir, start, {}, is_fork=is_fork))
