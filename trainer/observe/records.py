@@ -26,8 +26,9 @@ from trainer.files import (
     write_atomically,
 )
 
-# Figures of a tensor that every layer has; those of blocks only some have.
+# Every layer has these figures. Only some also have `blocks.BLOCK_FIGURES`.
 FIGURE_NAMES = ("exponent", "rms", "underflow", "saturated")
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 class Sample(NamedTuple):
@@ -68,17 +69,10 @@ def read_log(path: Path) -> bytes:
     return b""
 
 
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-
-
 def _finite_or_text(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    if math.isnan(value):
-        return "NaN"
-    if value > 0:
-        return "Infinity"
-    return "-Infinity"
+    return json.dumps(value)  # one of NOT_FINITE
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -89,18 +83,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
       UserError: a damaged line before the last one.
     """
-    return [row for row, _ in _rows(path)]
+    return [row for row, _ in _rows_and_lines(path, read_log(path))]
 
 
-def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each complete row, and the byte offset of its end.
+def _rows_and_lines(path: Path, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each complete row in the content of a log, and its line.
 
     Half of a surrogate pair, which no tracker could write, is replaced by `?`.
     """
-    end = 0
-    lines = read_log(path).split(b"\n")
     # The text after the last newline is empty, or a torn row.
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
             row = parse_json(line)
         except ValueError:
@@ -110,11 +102,10 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 f"{path}:{number} is not a row of metrics; move the file away, or"
                 " choose another run_dir"
             )
-        end += len(line) + 1
         if b"\\ud" in line.lower():
             encoded = json.dumps(row, ensure_ascii=False).encode(errors="replace")
             row = json.loads(encoded)
-        yield row, end
+        yield row, line + b"\n"
 
 
 def cut_rows(
@@ -130,22 +121,24 @@ def cut_rows(
       size: the log's size in bytes when step `start` was saved. What is beyond it is
         dropped: the checkpoint's digest does not cover it, so anybody may have added
         it.
-      redo_row: drop the metrics row of step `start`, and everything behind it, too.
+      redo_row: drop the metrics row of step `start` too, and everything behind it,
+        because the callbacks of this step are called again.
 
     Returns:
       the last step with a row of metrics; -1: none.
     """
     remaining: list[tuple[int, bytes]] = []
     logged: set[int] = set()
-    begin = 0
+    end = 0
     data = read_log(path)
-    for row, end in _rows(path):
+    for row, line in _rows_and_lines(path, data):
         step, is_event = row["step"], "event" in row
-        line, begin = data[begin:end], end
+        end += len(line)
         if redo_row and step == start and not is_event:
             break
-        is_late = step > start or end > size
-        if is_late or (not is_event and step in logged):
+        is_later = step > start or end > size
+        is_duplicate = not is_event and step in logged
+        if is_later or is_duplicate:
             continue
         remaining.append((step, line))
         if not is_event:
@@ -240,33 +233,34 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     """Return the row with extremes over the layers in place of each layer's numerics.
 
     `numerics/CLASS/LAYER/FIGURE` become `numerics/CLASS/` and `underflow_max`,
-    `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`, and where
-    layers have blocks the largest of `blocks.BLOCK_FIGURES`. They are NaN if a layer
-    has NaN, or lacks a figure that all layers have. RMS and exponents leave out layers
-    that are all zeros.
+    `saturated_max`, `rms_min`, `rms_max`, `exponent_min`, `exponent_max`, and the
+    maximum of each of `blocks.BLOCK_FIGURES` that a layer has. They are NaN if a layer
+    has NaN, or lacks one of FIGURE_NAMES. RMS and exponents leave out layers that are
+    all zeros.
     """
     short_row: dict[str, float | int | str] = {}
-    # by class and layer
-    numerics: dict[str, dict[str, dict[str, float]]] = {}
+    figures_by_class: dict[str, dict[str, dict[str, float]]] = {}
     for name, value in row.items():
         if name.startswith("numerics/"):
             _, kind, layer, figure = name.split("/")
-            figures = numerics.setdefault(kind, {}).setdefault(layer, {})
-            figures[figure] = float(value)
+            layers = figures_by_class.setdefault(kind, {})
+            layers.setdefault(layer, {})[figure] = float(value)
         else:
             short_row[name] = value
-    for kind, layers in numerics.items():
-        nonzero = [layer for layer in layers.values() if layer.get("rms") != 0]
-        for figure in sorted({*FIGURE_NAMES, *itertools.chain(*layers.values())}):
-            is_share = figure not in ("rms", "exponent")
+    for kind, layers in figures_by_class.items():
+        tensors = list(layers.values())
+        nonzero = [figures for figures in tensors if figures.get("rms") != 0]
+        for figure in sorted({*FIGURE_NAMES, *itertools.chain(*tensors)}):
+            has_minimum = figure in ("rms", "exponent")
             values = [
-                layer.get(figure, math.nan)
-                for layer in (layers.values() if is_share else nonzero)
-                if figure in layer or figure in FIGURE_NAMES
+                figures.get(figure, math.nan)
+                for figures in (nonzero if has_minimum else tensors)
+                if figure in figures or figure in FIGURE_NAMES
             ]
-            if values:
-                name = f"numerics/{kind}/{figure}"
-                short_row[f"{name}_max"] = float(np.max(values))
-                if not is_share:
-                    short_row[f"{name}_min"] = float(np.min(values))
+            if not values:
+                continue
+            name = f"numerics/{kind}/{figure}"
+            short_row[f"{name}_max"] = float(np.max(values))
+            if has_minimum:
+                short_row[f"{name}_min"] = float(np.min(values))
     return short_row

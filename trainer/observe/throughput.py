@@ -68,15 +68,11 @@ class Throughput:
         share of 1) needs a known peak.
         """
         now = self._clock()
-        since = self._since
-        paused = self._paused
-        waited = self._waited
-        self._since = now
-        self._paused = 0.0
-        self._waited = 0.0
-        if since is None:
+        if self._since is not None:
+            self._steps.append((now - self._since - self._paused, self._waited))
+        self._since, self._paused, self._waited = now, 0.0, 0.0
+        if not self._steps:
             return {}
-        self._steps.append((now - since - paused, waited))
         return self._figures(*self._steps[-1])
 
     def mean_since_last_call(self) -> dict[str, float]:
