@@ -154,14 +154,19 @@ class ProbedModule(nnx.Module):
         return self.module.bias
 
 
-def probed_layers(
-    model: nnx.Module,
-) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[str, ...]]]:
-    """Yield name, module, path and probed sides of every layer, the innermost first."""
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: -len(item[0])):
-        sides = getattr(module, "probes", ())
-        if sides:
-            yield ".".join(map(str, path)), module, path, sides
+def probed_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return path and module of every layer that has `probes`, the innermost first."""
+    layers = [
+        (path, module)
+        for path, module in nnx.iter_modules(model)
+        if getattr(module, "probes", ())
+    ]
+    return sorted(layers, key=lambda layer: -len(layer[0]))
+
+
+def layer_name(path: tuple[Any, ...]) -> str:
+    """Return the name of a module at a path, such as `h.3.mlp.c_fc`."""
+    return ".".join(map(str, path))
 
 
 def is_stack(model: Model, name: str) -> bool:
@@ -177,14 +182,14 @@ def make_slots(model: Model) -> SlotsByName:
         functions.shapes,
     )
     slots = {}
-    for name, _, _, sides in probed_layers(abstract):
-        for side in sides:
-            has_blocks = any(cast.blocks for cast in next_casts(model, name, side))
+    for path, module in probed_layers(abstract):
+        name = layer_name(path)
+        for side in module.probes:
             rows, columns = SLOT_SHAPE
-            shape: tuple[int, ...] = (rows, columns + has_blocks * len(BLOCK_FIGURES))
-            if is_stack(model, name):
-                shape = (model.spec.n_layer, *shape)
-            slots[f"{name}.{side}"] = jnp.zeros(shape, jnp.float32)
+            if any(cast.blocks for cast in next_casts(model, name, side)):
+                columns += len(BLOCK_FIGURES)
+            stack = (model.spec.n_layer,) if is_stack(model, name) else ()
+            slots[f"{name}.{side}"] = jnp.zeros((*stack, rows, columns), jnp.float32)
     return slots
 
 
@@ -199,7 +204,10 @@ def forward_format(policy: Policy) -> FloatFormat | None:
 
 
 def backward_format(policy: Policy, path: str) -> FloatFormat | None:
-    """Return the format of the output gradient of a matmul; None: `forward_format`."""
+    """Return the format of the output gradient of a matmul.
+
+    It is None as in `forward_format`.
+    """
     backward = policy.backward_of(path)
     if backward is None or policy.method.in_products:
         return None
@@ -208,7 +216,9 @@ def backward_format(policy: Policy, path: str) -> FloatFormat | None:
 
 def narrow_path(model: Model, name: str) -> str:
     """Return a layer's path as in `Model.narrow`; in a stack, `h.*.mlp.c_fc`."""
-    return name.replace(".", ".*.", 1) if is_stack(model, name) else name
+    if is_stack(model, name):
+        return name.replace(".", ".*.", 1)
+    return name
 
 
 def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
@@ -264,23 +274,22 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     if side in SIDES:
         tensor_cast, gradient_cast = next_casts(model, path, side)
         if kind == "activations":
-            is_cast, cast_format = tensor_cast.fmt is not None, policy.forward
-        else:
-            is_cast = gradient_cast.fmt is not None
-            cast_format = policy.backward_of(narrow_path(model, path))
-        return str(cast_format if is_cast else policy.compute)
-    is_cast = model.is_narrow(leaves_by_name(model.roles).get(layer))
-    if kind == "weights":
-        is_cast = is_cast and forward_format(policy) is not None
-        return str(policy.forward if is_cast else policy.weights)
-    return str(policy.weight_grad if is_cast else policy.weights)
+            return str(policy.forward if tensor_cast.fmt else policy.compute)
+        backward = policy.backward_of(narrow_path(model, path))
+        return str(backward if gradient_cast.fmt else policy.compute)
+    is_narrow = model.is_narrow(leaves_by_name(model.roles).get(layer))
+    if kind == "weight_gradients":
+        return str(policy.weight_grad if is_narrow else policy.weights)
+    has_cast = is_narrow and forward_format(policy) is not None
+    return str(policy.forward if has_cast else policy.weights)
 
 
 def attach_probes(model: Model, bound: Any, slots: SlotsByName) -> Any:
     """Put a probe at every slot of the bound model, and return the model."""
-    for name, module, path, sides in list(probed_layers(bound)):
+    for path, module in probed_layers(bound):
+        name = layer_name(path)
         probes = {}
-        for side in sides:
+        for side in module.probes:
             forward, backward = next_casts(model, name, side)
             slot = slots[f"{name}.{side}"]
             probes[side] = FigureProbe(slot, forward.measure, backward.measure)
@@ -293,6 +302,15 @@ def attach_probes(model: Model, bound: Any, slots: SlotsByName) -> Any:
         else:
             setattr(parent, last_key, ProbedModule(module, probes))
     return bound
+
+
+def with_probes(model: Model, slots: SlotsByName) -> Model:
+    """Return the model with probes in its training, whose slots are `slots`."""
+
+    def bind(*arguments: Any) -> Any:
+        return attach_probes(model, model.training.bind(*arguments), slots)
+
+    return model._replace(training=model.training._replace(bind=bind))
 
 
 def gradients(
@@ -313,11 +331,7 @@ def gradients(
         keys_B: jax.Array,
     ) -> Any:
         def loss(params: Any, slots: SlotsByName) -> jax.Array:
-            def bind_probed(*arguments: Any) -> Any:
-                return attach_probes(model, model.training.bind(*arguments), slots)
-
-            training = model.training._replace(bind=bind_probed)
-            return model._replace(training=training).loss(
+            return with_probes(model, slots).loss(
                 params, tokens, segments, keys_B, **method.loss_arguments(state.scaling)
             )
 

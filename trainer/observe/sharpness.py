@@ -163,13 +163,15 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
 def make_unit_update(
     task: TrainTask,
 ) -> Callable[[TrainState, Any], tuple[Any, jax.Array]]:
-    """Return a function from a state and its gradients to an update."""
+    """Return `(state, gradients) -> (update, norm)`.
+
+    The update is that of a learning rate of one, in BF16; the norm is the gradients'.
+    """
     mesh = task.mesh
     squares_of = squared_norms_over(mesh, task.trained_roles)
     largest_of = amax_over(mesh, task.model.roles)
 
     def unit_update(state: TrainState, grads: Any) -> tuple[Any, jax.Array]:
-        """Return the update at a learning rate of one, BF16, and the gradient norm."""
         grads = task.select_trained(grads)
         params = task.select_trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
@@ -192,7 +194,7 @@ def make_unit_update(
 
 
 def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
-    """Return a function from a state to the two figures of this module.
+    """Return the function that measures the two figures of this module.
 
     It is compiled at the first call, and again when static scales have changed. It runs
     on any mesh, with the parameters sharded as they are. During the search the update
