@@ -222,9 +222,10 @@ class TrainingJobs:
     """The jobs of a command line, which Hydra starts one after the other.
 
     Attributes:
-      command_line: the command line.
+      command_line: the overrides and settings of all jobs.
       sweep: the jobs as far as they are known in advance.
-      arguments: the user's arguments.
+      arguments: what the user typed. `command_line` also has what a resumed run or a
+        file chooses.
       started: the jobs that have been started.
     """
 
@@ -258,10 +259,9 @@ class TrainingJobs:
         except Exception as error:
             # `run_command_line` raises it: here Hydra would print one more line.
             job.error = error
-        # A search continues after a refused run.
-        if job.exit_code:
-            return math.inf
-        return None
+            return None
+        # `report_errors` has printed why the job was refused. A search continues.
+        return math.inf
 
     def train(self, job: HydraJob, tree: DictConfig) -> float | None:
         """Train a job, and return its validation loss.
@@ -271,7 +271,6 @@ class TrainingJobs:
         """
         config = job_config(tree, self.command_line, job.sweep_overrides)
         files = [text for text in self.arguments if text.startswith("config=")]
-        # Hydra's overrides also have the groups that a resumed run or a file chooses.
         user_keys = {key_of(argument) for argument in long_forms(self.arguments)}
         # A sweep must not resume a run of an earlier sweep with other values.
         fixed = ["train.steps", *self.sweep.keys] if in_sweep() else []
@@ -386,8 +385,7 @@ def validation_loss(job: HydraJob) -> float | None:
         return math.inf
     from trainer.observe.records import read_rows
 
-    log = job.run_dir / "metrics.jsonl"
-    rows = read_rows(log) if log.exists() else []
+    rows = read_rows(job.run_dir / "metrics.jsonl")
     losses = (float(row["val/loss"]) for row in rows[::-1] if "val/loss" in row)
     return next(losses, None)
 
