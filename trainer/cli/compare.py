@@ -39,41 +39,40 @@ def run_directories(text: str) -> list[Path]:
       UserError: a directory that does not exist, or fewer than two runs.
     """
     runs: list[Path] = []
-    without_log: list[Path] = []
+    unlogged: list[Path] = []
     for item in filter(None, text.split(",")):
         path = path_of(item)
-        pattern = str(path)
-        # A name with brackets is a pattern, unless there is such a directory.
-        if path.is_dir() or not glob.has_magic(item):
-            if not path.is_dir():
-                raise UserError(
-                    f"runs={text}: there is no directory {path} (looked from"
-                    f" {Path.cwd()})"
-                )
+        if path.is_dir():
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
                 runs.append(path)  # `write_comparison` reports a missing log.
                 continue
-            pattern = os.path.join(glob.escape(pattern), "*")
+            pattern = os.path.join(glob.escape(str(path)), "*")
+        elif glob.has_magic(item):
+            pattern = str(path)
+        else:
+            raise UserError(
+                f"runs={text}: there is no directory {path} (looked from {Path.cwd()})"
+            )
         for match in map(Path, sorted(glob.glob(pattern), key=by_number)):
             if (match / "metrics.jsonl").exists():
                 runs.append(match)
             elif (match / "config.yaml").exists():
-                without_log.append(match)
+                unlogged.append(match)
     if len(runs) < 2:
-        without = ""
-        if without_log:
-            without = (
-                f", and {len(without_log)} without one, which had tracker=none or took"
-                " no step"
+        others = ""
+        if unlogged:
+            others = (
+                f", and {len(unlogged)} without one, which had tracker=none or took no"
+                " step"
             )
         raise UserError(
             f"runs={text}: found {', '.join(map(str, runs)) or 'no run'} with a"
-            f" metrics.jsonl{without}; valid: 2 or more runs of tracker=jsonl,"
+            f" metrics.jsonl{others}; valid: 2 or more runs of tracker=jsonl,"
             " tensorboard or wandb"
         )
-    if without_log:
+    if unlogged:
         note(
-            f"{', '.join(map(str, without_log))}: left out, without a metrics.jsonl"
+            f"{', '.join(map(str, unlogged))}: left out, without a metrics.jsonl"
             " (tracker=none, or no step)"
         )
     return runs

@@ -112,13 +112,12 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         batches = source_text(source, own_cache(), workload, max_batches)
     else:
         batches = validation_text(workload, max_batches)
-    size = (
-        batches.n_batches * workload.data.val.batch_size * workload.model.spec.context
-    )
+    sequences = batches.n_batches * workload.data.val.batch_size
+    tokens = sequences * workload.model.spec.context
     text = f"; {args.text}" if args.text else ""
     show(
         f"{run_dir}: {config.precision.name}, step {restored.step:,}{text};"
-        f" {describe_batches(batches, size, max_batches)}"
+        f" {describe_batches(batches, tokens, max_batches)}"
     )
     show(
         f"{'precision':<32} {'loss':>8} {'bits/byte':>12} {'difference, nats':>20}"
@@ -140,7 +139,11 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     # The report shows evaluation.json as the run's, so other text has its own file.
     path = run_dir / ("evaluation_of_text.json" if args.text else "evaluation.json")
     rows = [result._asdict() for result in results]
-    document: dict[str, Any] = {"step": restored.step, "tokens": size, "results": rows}
+    document: dict[str, Any] = {
+        "step": restored.step,
+        "tokens": tokens,
+        "results": rows,
+    }
     if args.text:
         document["text"] = args.text
     write_json(path, document)
@@ -149,12 +152,12 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
 
 def describe_batches(batches: "EvalBatches", tokens: int, max_batches: int) -> str:
     """Describe how much text is read, and why the rest is not."""
-    count = f"{batches.n_batches} batch{'es' * (batches.n_batches != 1)}"
+    noun = "batch" if batches.n_batches == 1 else "batches"
     if batches.left_out is None:
         unread = f"text after batches={max_batches} is not read"
     else:
         unread = f"{batches.left_out:,} tokens after them, less than a batch, left out"
-    return f"{count}, {tokens:,} tokens; {unread}"
+    return f"{batches.n_batches} {noun}, {tokens:,} tokens; {unread}"
 
 
 def print_tasks(

@@ -88,13 +88,13 @@ def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
     return {key: tree[key] for key in keys if isinstance(tree[key], int | list | None)}
 
 
-def special_ids(origin: Path | None, eot: int) -> dict[str, Any]:
-    """Return the ids with which a generated text begins and ends, and is padded.
+def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
+    """Return generation_config.json: the original's settings, and all ends of a text.
 
     A model may end a turn of a chat with another token than a document. Only its
     original directory names that token.
     """
-    from trainer.data.tokenizer_settings import MODEL_CONFIGS
+    from trainer.data.tokenizer_settings import MODEL_CONFIGS, read_beside
 
     if origin is None:
         return {"bos_token_id": eot, "eos_token_id": eot}
@@ -109,11 +109,12 @@ def special_ids(origin: Path | None, eot: int) -> dict[str, Any]:
         listed = value if isinstance(value, list) else [value]
         ends += [i for i in listed if isinstance(i, int) and i not in ends]
     preferred_ids = original_ids[0] if original_ids else {}
-    return preferred_ids | {"eos_token_id": ends if len(ends) > 1 else eot}
+    settings = read_beside(origin, "generation_config.json") | preferred_ids
+    return settings | {"eos_token_id": ends if len(ends) > 1 else eot}
 
 
-def with_ids_of(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return an export's config.json with the original's ids of special tokens.
+def model_config(origin: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the export's config.json with the original's ids of special tokens.
 
     If the original has no `bos_token_id`, it is left out, so that transformers' default
     holds. If it has no `eos_token_id`, the run's end-of-text stays.
@@ -148,16 +149,6 @@ def tokenizer_class(out: Path) -> str:
     return "AutoTokenizer"
 
 
-def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
-    """Return generation_config.json: the original's settings, with `special_ids`."""
-    from trainer.data.tokenizer_settings import read_beside
-
-    ids = special_ids(origin, eot)
-    if origin is None:
-        return ids
-    return read_beside(origin, "generation_config.json") | ids
-
-
 def limit_lengths(out: Path, context: int) -> None:
     """Lower model_max_length and max_length of an export to the model's context."""
     from trainer.data.tokenizer_settings import SETTINGS, read_beside
@@ -171,19 +162,19 @@ def limit_lengths(out: Path, context: int) -> None:
 
 
 def drop_code(out: Path) -> None:
-    """Remove the keys by which transformers finds a program of the original's author,
-    and runs it where `trust_remote_code` is set.
+    """Remove the keys that name a program of the original's author.
 
-    The tokenizer.json is all that the tokenizer needs.
+    transformers would run it with `trust_remote_code`. The tokenizer needs only
+    tokenizer.json.
     """
     from trainer.data.tokenizer_settings import SETTINGS, read_beside
     from trainer.models.weight_files import write_object
 
     for name in (SETTINGS, "generation_config.json"):
         tree = read_beside(out, name)
-        kept = {key: value for key, value in tree.items() if key not in CODE_KEYS}
-        if kept != tree:
-            write_object(out / name, kept)
+        data = {key: value for key, value in tree.items() if key not in CODE_KEYS}
+        if data != tree:
+            write_object(out / name, data)
 
 
 def model_card(model: "SavedModel", formats: str, reader: str) -> str:
@@ -320,7 +311,7 @@ def write_files(
     if origin is None:
         tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
     else:
-        write_object(config_file, with_ids_of(origin, read_object(config_file)))
+        write_object(config_file, model_config(origin, read_object(config_file)))
         tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
         drop_code(out)

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 
 from trainer.cli.export import (
     generation_config,
+    model_config,
     original_directory,
-    special_ids,
-    with_ids_of,
 )
 from trainer.cli.train_tokenizer import train_bpe
 from trainer.data import get_tokenizer
@@ -261,8 +260,8 @@ def test_an_export_keeps_the_ids_of_special_tokens(tmp_path):
     ids = {"eos_token_id": 5, "pad_token_id": 2}
     written = {"bos_token_id": 5, "eos_token_id": 5, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps({**ids, "hidden_size": 4}))
-    assert with_ids_of(tmp_path, written) == {"hidden_size": 8, **ids}
-    assert special_ids(tmp_path, 5) == ids
+    assert model_config(tmp_path, written) == {"hidden_size": 8, **ids}
+    assert generation_config(tmp_path, 5) == ids
     theirs = {"bos_token_id": 1, "eos_token_id": [7, 5], "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(theirs))
     assert generation_config(tmp_path, 5) == theirs | {"eos_token_id": [5, 7]}
