@@ -301,8 +301,7 @@ def start_tracker(
     config: schema.Config, run_dir: Path, checkpoint: Restored, custom: Tracker | None
 ) -> Tracker:
     """Start the trackers of a run, which drop rows from after the checkpoint."""
-    settings = dataclasses.asdict(config.tracker)
-    settings = {k: v for k, v in settings.items() if k != "kind" and v is not None}
+    settings = config.tracker
     start = TrackerStart(
         run_dir,
         checkpoint.step,
@@ -313,9 +312,15 @@ def start_tracker(
         is_fork=checkpoint.is_fork,
     )
     return make_tracker(
-        config.tracker.kind,
+        settings.kind,
         start,
-        init=settings | {"name": config.tracker.name or run_dir.name},
+        init={
+            "project": settings.project,
+            "entity": settings.entity,
+            "group": settings.group,
+            "name": settings.name or run_dir.name,
+            "tags": settings.tags,
+        },
         custom=custom,
     )
 
