@@ -27,19 +27,15 @@ from trainer.observe.records import FIGURE_NAMES
 
 MIN_SHARE = 1e-6  # smaller shares are drawn as zero
 ZERO_EXPONENT = -126  # exponent of the scale of an all-zero tensor
-SHARES = {
-    "underflow": "share that underflows (white: none)",
-    "saturated": "share that saturates (white: none)",
-}
-# RMS values within NEAR powers of two of the format's smallest or largest number are
-# colored.
-NEAR = 8
-NOUNS = {"underflow": "underflow", "saturated": "saturation"}
+NEAR = 8  # powers of two from an end of the format, within which an RMS is colored
+# The panels of shares, and what a picture without the panel has none of.
+SHARES = {"underflow": "underflow", "saturated": "saturation"}
 PANELS = {
     "rms": "RMS near an end of its format (black: zeros)",
     "size": f"log2 of the RMS, {NEAR} or more from both ends of its format",
     "exponent": "log2 of the scale (black: of zeros)",
-    **SHARES,
+    "underflow": "share that underflows (white: none)",
+    "saturated": "share that saturates (white: none)",
 }
 # Sizes are in inches; MARGIN_* are above and below the panels.
 WIDTH, MARGIN_TOP, MARGIN_BOTTOM = 17, 0.8, 1.2
@@ -142,11 +138,15 @@ def draw(
     """Draw one class: a panel for each figure, layers as rows, steps as columns."""
     panels = shown_panels(formats, values)
     counts = Counter(formats)
-    counted_formats = ", ".join(f"{name} ({n})" for name, n in counts.items())
-    title = f"{title}: {counted_formats if len(counts) > 1 else formats[0]}"
+    if len(counts) > 1:
+        title += ": " + ", ".join(f"{name} ({n})" for name, n in counts.items())
+        pairs = zip(layers, formats, strict=True)
+        layers = [f"{layer}  {fmt}" for layer, fmt in pairs]
+    else:
+        title += f": {formats[0]}"
     if "fp32" not in formats:
-        missing_panels = [noun for name, noun in NOUNS.items() if name not in panels]
-        title += "".join(f"; no {noun}" for noun in missing_panels)
+        missing = [noun for name, noun in SHARES.items() if name not in panels]
+        title += "".join(f"; no {noun}" for noun in missing)
     height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MAX_LABELS)
     height += MARGIN_TOP + MARGIN_BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=100)
@@ -165,27 +165,30 @@ def draw(
     )[0]
     for i, (ax, (name, x)) in enumerate(zip(axes, panels.items(), strict=True)):
         image = panel(ax, name, PANELS[name], x)
-        box = ax.get_position()
-        bar = figure.add_axes(
-            (box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height)
-        )
-        ticks = None if name in SHARES else MaxNLocator(nbins=8, integer=True)
-        colors = figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
-        if name == "rms":
-            ends = ["smallest normal", f"{NEAR} or more powers of two off", "largest"]
-            colors.set_ticks([-NEAR, 0, NEAR], labels=ends, fontsize=8)
+        draw_color_bar(figure, ax, image, name, height)
         label_steps(ax, steps)
         if i == 0:
-            names = [
-                f"{layer}  {fmt}" if len(counts) > 1 else layer
-                for layer, fmt in zip(layers, formats, strict=True)
-            ]
-            label_layers(ax, names)
+            label_layers(ax, layers)
         else:
             ax.set_yticks([])  # 50 ticks take longer than the rest of the picture
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomically(path, png.getvalue())
+
+
+def draw_color_bar(
+    figure: Figure, ax: Axes, image: AxesImage, name: str, height: float
+) -> None:
+    """Draw the color bar of a panel below it, in a figure of a height in inches."""
+    box = ax.get_position()
+    bar = figure.add_axes(
+        (box.x0 + 0.05 * box.width, 0.4 / height, 0.9 * box.width, 0.1 / height)
+    )
+    ticks = None if name in SHARES else MaxNLocator(nbins=8, integer=True)
+    colors = figure.colorbar(image, cax=bar, orientation="horizontal", ticks=ticks)
+    if name == "rms":
+        ends = ["smallest normal", f"{NEAR} or more powers of two off", "largest"]
+        colors.set_ticks([-NEAR, 0, NEAR], labels=ends, fontsize=8)
 
 
 def nearness(rms: np.ndarray, formats: Sequence[str]) -> np.ndarray:
