@@ -30,7 +30,7 @@ from trainer.precision.policy import Policy
 from trainer.text import note
 
 CASTS = ("activations", "weights", "gradients", "weight_gradients")
-ALL = "all"
+ALL = "all"  # layers, or casts of a layer
 MAX_LAYERS = 4  # layers that are suggested for precision.exclude
 
 
@@ -202,7 +202,10 @@ def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
 
 
 def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
-    """Return switches, bool `[L, 4]`, keyed by the layer and the cast that is off."""
+    """Return switches, bool `[L, 4]`, keyed by the layer and the cast that is off.
+
+    A key is that of a `Finding`: `layer` and `left_out`.
+    """
     all_on = np.ones((len(layers), len(CASTS)), bool)
 
     def without(rows: Any, columns: Any) -> np.ndarray:
@@ -211,13 +214,15 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
         return on_Lx4
 
     all_rows = slice(None)
-    by_name = {(ALL, "none"): all_on, (ALL, ALL): ~all_on}
-    by_name |= {(ALL, cast): without(all_rows, j) for j, cast in enumerate(CASTS)}
-    by_name |= {(layer, ALL): without(i, all_rows) for i, layer in enumerate(layers)}
+    result = {(ALL, "none"): all_on, (ALL, ALL): ~all_on}
+    for j, cast in enumerate(CASTS):
+        result[ALL, cast] = without(all_rows, j)
+    for i, layer in enumerate(layers):
+        result[layer, ALL] = without(i, all_rows)
     for i, layer in enumerate(layers):
         for j, cast in enumerate(CASTS):
-            by_name[layer, cast] = without(i, j)
-    return by_name
+            result[layer, cast] = without(i, j)
+    return result
 
 
 def check_bisectable(model: Model) -> None:
@@ -286,13 +291,13 @@ def bisect(
         )
         return loss, dot / (norm * fp32_norm), difference / fp32_norm
 
-    def finding(layer: str, left_out: str, measured: Any) -> Finding:
+    def make_finding(layer: str, left_out: str, measured: Any) -> Finding:
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, left_out, loss, loss - float(fp32_loss), cosine, error)
 
     compare_switched = compiled(compare, model, "with a switch for every cast")
     findings = [
-        finding(*name, compare_switched(on_Lx4, params, scaling, fp32_grads))
+        make_finding(*name, compare_switched(on_Lx4, params, scaling, fp32_grads))
         for name, on_Lx4 in switches(model.narrow).items()
     ]
     if model.policy.compute != "fp32":
@@ -302,8 +307,13 @@ def bisect(
             compare, fp32_compute, "with FP32 between the matmuls"
         )
         measured = compare_fp32_compute(all_on, params, scaling, fp32_grads)
-        findings.append(finding(ALL, "compute", measured))
+        findings.append(make_finding(ALL, "compute", measured))
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
+
+
+def removed_share(finding: Finding, trained: Finding) -> float:
+    """Return the share of the gradient's error that leaving out the casts removes."""
+    return 1 - finding.error / trained.error if trained.error else 0.0
 
 
 def report(findings: Sequence[Finding], top: int) -> str:
@@ -342,10 +352,9 @@ def report(findings: Sequence[Finding], top: int) -> str:
                 name = f.left_out
             elif f.left_out == ALL:
                 name = f.layer
-            removed = 1 - f.error / trained.error if trained.error else 0.0
             lines.append(
-                f"  {name:<32} {f.error:>15.3%} {removed:>8.1%} {f.cosine:>9.6f}"
-                f" {f.loss_difference:>+12.2e}"
+                f"  {name:<32} {f.error:>15.3%} {removed_share(f, trained):>8.1%}"
+                f" {f.cosine:>9.6f} {f.loss_difference:>+12.2e}"
             )
         lines.append("")
     return "\n".join(lines)
@@ -357,12 +366,12 @@ def advice(findings: Sequence[Finding]) -> str:
     A layer stands out if leaving out all its casts removes more than twice as much of
     the gradient's error as for the mean layer.
     """
-    trained_error = next(f for f in findings if f.left_out == "none").error
-    removed = {}
-    if trained_error > 0:
-        for f in findings:
-            if f.layer != ALL and f.left_out == ALL:
-                removed[f.layer] = 1 - f.error / trained_error
+    trained = next(f for f in findings if f.left_out == "none")
+    removed = {
+        f.layer: removed_share(f, trained)
+        for f in findings
+        if f.layer != ALL and f.left_out == ALL
+    }
     mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
     worst = sorted(
         (layer for layer, share in removed.items() if share > 2 * mean > 0),
