@@ -22,6 +22,7 @@ KEY_COLUMNS = 26  # part of HELP_WIDTH that shows the keys
 MAX_INTEGER = 2**31 - 1  # JAX's integers have 32 bits
 YES_NO = {"yes": True, "true": True, "no": False, "false": False}
 HELP = ("--help", "-h")
+BATCH_HELP = "number of the training batch, of which the first micro-batch is taken"
 STEP_HELP = (
     "the checkpoint: newest, best (lowest validation loss), or its number of steps"
 )
@@ -126,16 +127,25 @@ def without_dashes(
         elif "=" in text:
             converted.append(text.lstrip("-"))
         else:
-            has_value = following and "=" not in following and following[0] != "-"
-            value = following if has_value else "VALUE"
-            close = nearest_keys(text.lstrip("-").replace("-", "_"), keys())
-            names = " or ".join(f"{key}={value}" for key in close)
-            typed = f"{text} {value}" if has_value else text
-            raise UserError(
-                f"{typed}: arguments are key=value;"
-                f" {f'use {names}' if names else '--help lists the keys'}"
-            )
+            raise UserError(explain_dashes(text, following, keys()))
     return converted
+
+
+def explain_dashes(option: str, following: str, keys: Sequence[str]) -> str:
+    """Return the message for `--key`, or `--key value`, which names the nearest keys.
+
+    `following`: the argument after the option; empty: none.
+    """
+    value = "VALUE"
+    typed = option
+    if following and "=" not in following and following[0] != "-":
+        value = following
+        typed = f"{option} {value}"
+    hint = "--help lists the keys"
+    close = nearest_keys(option.lstrip("-").replace("-", "_"), keys)
+    if close:
+        hint = f"use {' or '.join(f'{key}={value}' for key in close)}"
+    return f"{typed}: arguments are key=value; {hint}"
 
 
 def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:

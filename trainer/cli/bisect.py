@@ -16,7 +16,7 @@ Prints the remaining errors of the gradient, the lowest first, and writes them a
 import dataclasses
 from pathlib import Path
 
-from trainer.cli.arguments import argument, check_at_least
+from trainer.cli.arguments import BATCH_HELP, argument, check_at_least
 from trainer.files import write_json
 from trainer.text import show
 
@@ -26,9 +26,7 @@ class Arguments:
     """See `--help`."""
 
     run_dir: str = argument("a run directory with a checkpoint")
-    batch: int = argument(
-        "number of the training batch, of which the first micro-batch is taken", 0
-    )
+    batch: int = argument(BATCH_HELP, 0)
     top: int = argument("maximum number of rows of each table to print", 12)
 
 

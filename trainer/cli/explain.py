@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.arguments import argument, check_at_least
+from trainer.cli.arguments import BATCH_HELP, argument, check_at_least
 from trainer.config.composition import compose_config
 from trainer.errors import UserError
 from trainer.files import write_json
@@ -51,9 +51,7 @@ class Arguments:
         " arguments",
         "",
     )
-    batch: int = argument(
-        "number of the training batch, of which the first micro-batch is taken", 0
-    )
+    batch: int = argument(BATCH_HELP, 0)
     sequences: int = argument("number of sequences of the micro-batch to take", 1)
     top: int = argument("maximum number of rows to print, of each table", 24)
     out: str = argument("a file that all rows are written to, as JSON", "")

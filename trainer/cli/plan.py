@@ -95,25 +95,8 @@ def make_plan(
     """Return the plan; `on_first_plan` gets it after the first compilation."""
     check_at_least(args, micro_batch=0)
     target = get_target(args.target)
-    hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
-    if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:
-        raise UserError(
-            f"gpus={args.gpus} hosts={hosts}: expected 1 to {MAX_GPUS} GPUs, a"
-            " multiple of the hosts"
-        )
-    if not 0 < args.memory_fraction <= 1:
-        raise UserError(
-            f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
-        )
-    # An experiment may set the batch, too.
-    has_batch = sets_any(overrides, "train.batch_tokens", "experiment")
-    if not has_batch and not sets_any(overrides, "train.grad_accum_steps"):
-        # The plan does not read it, and its default may be shorter than the context.
-        overrides = [*overrides, "train.batch_tokens=${model.context}"]
-    config = compose_config(overrides)
-    sequences = args.micro_batch or DEFAULT_SEQUENCES
-    if has_batch and not args.micro_batch:
-        sequences = sequences_of(config, args.gpus // max(config.parallel.tensor, 1))
+    hosts = check_hardware(args)
+    config, sequences = planned_config(args, overrides)
     bf16 = None
     if args.compare and config.precision.name != "bf16":
         bf16 = compose_config(["precision=bf16"]).precision
@@ -138,6 +121,35 @@ def make_plan(
         search=args.search,
         exact=args.exact,
     )
+
+
+def check_hardware(args: Arguments) -> int:
+    """Return the number of hosts. Raises UserError for numbers that are not valid."""
+    hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
+    if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:
+        raise UserError(
+            f"gpus={args.gpus} hosts={hosts}: expected 1 to {MAX_GPUS} GPUs, a"
+            " multiple of the hosts"
+        )
+    if not 0 < args.memory_fraction <= 1:
+        raise UserError(
+            f"memory_fraction={args.memory_fraction}: expected a share in (0, 1]"
+        )
+    return hosts
+
+
+def planned_config(args: Arguments, overrides: Sequence[str]) -> tuple[Config, int]:
+    """Return the configuration, and the sequences of a device's micro-batch."""
+    # An experiment may set the batch, too.
+    has_batch = sets_any(overrides, "train.batch_tokens", "experiment")
+    if not has_batch and not sets_any(overrides, "train.grad_accum_steps"):
+        # The plan does not read it, and its default may be shorter than the context.
+        overrides = [*overrides, "train.batch_tokens=${model.context}"]
+    config = compose_config(overrides)
+    if args.micro_batch or not has_batch:
+        return config, args.micro_batch or DEFAULT_SEQUENCES
+    gpus = args.gpus // max(config.parallel.tensor, 1)
+    return config, sequences_of(config, gpus)
 
 
 def sets_any(overrides: Sequence[str], *keys: str) -> bool:
