@@ -29,6 +29,7 @@ from trainer.precision.policy import Policy
 from trainer.text import show
 
 if TYPE_CHECKING:
+    from trainer.assembly.build import Workload
     from trainer.assembly.evaluation import EvalBatches, PrecisionResult
     from trainer.tasks.offline import Score
 
@@ -97,9 +98,8 @@ def names_in(key: str, text: str, example: str) -> list[str]:
 
 def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     """Print the loss in each precision, and write evaluation.json into the run."""
-    from trainer.assembly.evaluation import evaluate, source_text, validation_text
-    from trainer.assembly.saved_model import own_cache, restore_training
-    from trainer.data import TextSource
+    from trainer.assembly.evaluation import evaluate
+    from trainer.assembly.saved_model import restore_training
 
     run_dir = Path(args.run_dir)
     config, workload, restored = restore_training(run_dir, args.step)
@@ -107,11 +107,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         name: workload.task.in_precision(policy) for name, policy in policies.items()
     }
     max_batches = args.batches or config.train.final_eval_batches
-    if args.text:
-        source = TextSource(tuple(split(args.text)), None, args.column)
-        batches = source_text(source, own_cache(), workload, max_batches)
-    else:
-        batches = validation_text(workload, max_batches)
+    batches = batches_of(args, workload, max_batches)
     sequences = batches.n_batches * workload.data.val.batch_size
     tokens = sequences * workload.model.spec.context
     text = f"; {args.text}" if args.text else ""
@@ -148,6 +144,20 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
         document["text"] = args.text
     write_json(path, document)
     show(f"all digits: {path}")
+
+
+def batches_of(
+    args: Arguments, workload: "Workload", max_batches: int
+) -> "EvalBatches":
+    """Return at most `max_batches` batches of `text=`, or of the validation part."""
+    from trainer.assembly.evaluation import source_text, validation_text
+    from trainer.assembly.saved_model import own_cache
+    from trainer.data import TextSource
+
+    if not args.text:
+        return validation_text(workload, max_batches)
+    source = TextSource(tuple(split(args.text)), None, args.column)
+    return source_text(source, own_cache(), workload, max_batches)
 
 
 def describe_batches(batches: "EvalBatches", tokens: int, max_batches: int) -> str:

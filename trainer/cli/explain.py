@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.assembly.build import Workload
     from trainer.config.schema import Config
     from trainer.model import Model
+    from trainer.precision.policy import Policy
     from trainer.step.state import TrainState
 
     Sequences = tuple[jax.Array, jax.Array | None]  # ids and document numbers [B, T+1]
@@ -193,6 +194,21 @@ def rows_of(explained: "Explanation") -> dict[str, Any]:
     }
 
 
+def check_explainable(policy: "Policy") -> None:
+    """Raise UserError for a precision that has no scales."""
+    from trainer.precision.methods import METHODS
+
+    if policy.scaled or policy.method.has_blocks:
+        return
+    valid_methods = [
+        name for name, method in METHODS.items() if method.scaled or method.has_blocks
+    ]
+    raise UserError(
+        f"precision.scaling={policy.scaling} has no scales to explain; valid:"
+        f" {', '.join(valid_methods)}"
+    )
+
+
 def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     """Explain, write and print."""
     check_at_least(arguments, batch=0, sequences=1, top=1)
@@ -201,18 +217,7 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
         raise UserError(f"out={out}: expected a file in a directory that exists")
     config, workload, state = load_state(arguments, overrides)
     policy = workload.model.policy
-    if not (policy.scaled or policy.method.has_blocks):
-        from trainer.precision.methods import METHODS
-
-        valid_methods = [
-            name
-            for name, method in METHODS.items()
-            if method.scaled or method.has_blocks
-        ]
-        raise UserError(
-            f"precision.scaling={policy.scaling} has no scales to explain; valid:"
-            f" {', '.join(valid_methods)}"
-        )
+    check_explainable(policy)
     sequences = few_sequences(arguments, config, workload)
     texts: list[str] = []
     document: dict[str, Any] = {}

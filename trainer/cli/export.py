@@ -221,14 +221,26 @@ tokenizer = {reader}.from_pretrained(".")
 """
 
 
-def main(args: Arguments) -> None:
-    """Export, and show how to load the result."""
+def cast_params(params: Any, dtype: str) -> Any:
+    """Return parameters in a format. Raises UserError if it makes one infinite."""
     import jax
 
-    from trainer.assembly.fp8_export import restore_fp8_kernels
-    from trainer.assembly.saved_model import restore_run
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
+
+    params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params)
+    name = first_nonfinite_leaf(params)
+    if name is not None:
+        raise UserError(
+            f"dtype={dtype}: {name} is not finite in it; choose fp32 or bf16"
+        )
+    return params
+
+
+def main(args: Arguments) -> None:
+    """Export, and show how to load the result."""
+    from trainer.assembly.fp8_export import restore_fp8_kernels
+    from trainer.assembly.saved_model import restore_run
 
     run_dir, out = Path(args.run_dir), Path(args.out)
     check_out(out)
@@ -239,12 +251,7 @@ def main(args: Arguments) -> None:
         kernels = restore_fp8_kernels(run_dir, model.step)
     if args.dtype != "auto":
         dtype = args.dtype
-    params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), model.params)
-    name = first_nonfinite_leaf(params)
-    if name is not None:
-        raise UserError(
-            f"dtype={dtype}: {name} is not finite in it; choose fp32 or bf16"
-        )
+    params = cast_params(model.params, dtype)
     origin = original_directory(run_dir, model.tokenizer)
     files, tokenizer_paths = write_files(out, model, params, kernels, origin)
     reader = tokenizer_class(out)

@@ -56,17 +56,7 @@ class WandbTracker(Tracker):
 
     def start(self, start: TrackerStart) -> None:
         run_dir = start.run_dir
-        # Error reporting is W&B's only network access when offline.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        os.environ.setdefault("WANDB_SILENT", "true")
-        # Seconds after which W&B falls back to offline.
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
-        # W&B logs to debug.log in the run directory: on a full disk every record would
-        # become a traceback on stderr.
-        logging.raiseExceptions = False
-        import wandb  # takes half a second, and is only needed with tracker=wandb
-
-        self._wandb = wandb
+        self._wandb = import_wandb()
         self.id = run_id = choose_run_id(run_dir, start.id, is_fork=start.is_fork)
         # The watchdog's thread may record an event while the loop fills the row.
         self._lock = threading.Lock()
@@ -252,6 +242,24 @@ class WandbTracker(Tracker):
                 "W&B failed (%s): continuing without it; metrics.jsonl has all rows",
                 reason,
             )
+
+
+def import_wandb() -> Any:
+    """Set W&B's environment as far as the user has not, and return the package.
+
+    The import takes half a second.
+    """
+    # Error reporting is W&B's only network access when offline.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    # Seconds after which W&B falls back to offline.
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
+    # W&B logs to debug.log in the run directory: on a full disk every record would
+    # become a traceback on stderr.
+    logging.raiseExceptions = False
+    import wandb
+
+    return wandb
 
 
 def choose_run_id(run_dir: Path, run_id: str | None, *, is_fork: bool = False) -> str:
