@@ -49,13 +49,17 @@ def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
 
 
 def decode_row(line: str) -> dict[str, Any]:
-    """Return the values of a row of numbers, without its step."""
-    row: dict[str, Any] = parse_json(line)
-    row.pop("step", None)
-    for name, value in row.items():
-        if isinstance(value, str):  # NaN or an infinity
-            row[name] = float(value)
-    return row
+    """Return the numbers of a line of metrics.jsonl, without its step."""
+    return row_values(parse_json(line))
+
+
+def row_values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a parsed row, without its step."""
+    return {
+        name: float(value) if isinstance(value, str) else value  # NaN or an infinity
+        for name, value in row.items()
+        if name != "step"
+    }
 
 
 def read_log(path: Path) -> bytes:

@@ -33,6 +33,7 @@ from trainer.observe.records import (
     read_log,
     read_rows,
     read_samples,
+    row_values,
 )
 from trainer.observe.trackers.protocol import Row, Tracker, TrackerStart
 
@@ -329,5 +330,4 @@ class JsonlTracker(Tracker):
             elif "event" in record:
                 tracker.event(step, record["event"])
             else:
-                row = {name: x for name, x in record.items() if name != "step"}
-                tracker.row(step, row)
+                tracker.row(step, row_values(record))

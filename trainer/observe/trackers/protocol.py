@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-Row = Mapping[str, float | int | str]
+Row = Mapping[str, float | int]
 
 
 class RunLog(Protocol):

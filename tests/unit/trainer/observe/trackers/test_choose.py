@@ -1,6 +1,8 @@
 """The trackers of a configuration, each of which is told everything; and the logs of an
 attempt without a checkpoint."""
 
+import math
+
 import pytest
 
 from trainer.observe.records import read_rows, read_samples
@@ -37,6 +39,14 @@ def test_every_call_reaches_every_tracker(tmp_path):
     assert [r.calls for r in recorders] == [calls, calls]
     methods = {name for name in vars(Tracker) if not name.startswith("_")}
     assert {name for name, *_ in calls} == methods - {"id", "checkpoint_state"}
+
+
+def test_a_row_that_is_sent_again_has_numbers_that_are_not_finite_as_numbers(tmp_path):
+    log, recorder = JsonlTracker(), Recorder()
+    log.start(TrackerStart(tmp_path, 0, {}))
+    log.row(1, {"train/loss": -math.inf, "tokens": 8})
+    log.replay(recorder, after=0)
+    assert recorder.calls == [("row", 1, {"train/loss": -math.inf, "tokens": 8})]
 
 
 def test_records_of_later_steps_are_sent_again_rows_before_texts(tmp_path):
