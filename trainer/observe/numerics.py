@@ -228,21 +228,20 @@ def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
     if path not in model.narrow:
         return no_cast, no_cast
     policy = model.policy
-    input_blocks, _, gradient_blocks = block_casts(policy, policy.backward_of(path))
+    input_blocks, _, gradient_blocks = block_casts(policy)
     if side == "in":
         return NextCast(forward_format(policy), input_blocks), no_cast
     return no_cast, NextCast(backward_format(policy, path), gradient_blocks)
 
 
 @functools.cache
-def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None, ...]:
+def block_casts(policy: Policy) -> tuple[BlockCast | None, ...]:
     """Return the casts in blocks of a matmul's input, kernel, and output gradient.
 
-    They are None where operands have one scale. `backward`: the format of the matmul's
-    output gradient.
+    They are None where operands have one scale.
     """
     method = policy.method
-    forward = policy.forward
+    forward, backward = policy.forward, policy.backward
     if not isinstance(method, Blocks) or forward is None or backward is None:
         return None, None, None
     # With a wide forward pass only the gradient matmuls are FP8, so their operands take
@@ -250,7 +249,7 @@ def block_casts(policy: Policy, backward: str | None) -> tuple[BlockCast | None,
     if policy.has_wide_forward:
         forward = backward
     formats = [FloatFormat.parse(name) for name in (forward, forward, backward)]
-    recipe = method.recipe(policy, formats[0], formats[2], native=False)
+    recipe = method.recipe(policy, native=False)
     casts = recipe.activation, recipe.weight, recipe.gradient
     return tuple(zip(casts, formats, strict=True))
 
@@ -433,7 +432,7 @@ class StoredTensors:
             out_shardings=replicated(task.mesh),
         )
         policy = self.model.policy
-        _, kernel_blocks, _ = block_casts(policy, policy.backward)
+        _, kernel_blocks, _ = block_casts(policy)
         cast = NextCast(forward_format(policy), kernel_blocks)
         self.kernel_casts = {
             name: cast

@@ -135,24 +135,17 @@ def dot_general_for(
 
     def dot_general(path: str) -> Dot:
         backward = policy.backward_of(path)
-        if path not in chosen or policy.forward is None or backward is None:
+        if path not in chosen or backward is None:
             if policy.weight_grad == "fp32":
                 return wide_gradient_dot
             return narrow_gradient_dot
-        dot: Dot
-        gradient = FloatFormat.parse(backward)
-        if policy.simulate:
-            dot = policy.method.simulated(
-                policy, FloatFormat.parse(policy.forward), gradient
-            )
-        else:
-            dot = policy.method.dot(
-                path,
-                policy,
-                keep_rhs=keep_weights,
-                rhs_gradient=rhs_gradient,
-                gradient=gradient,
-            )
+        dot = policy.method.dot(
+            path,
+            policy,
+            keep_rhs=keep_weights,
+            rhs_gradient=rhs_gradient,
+            gradient=FloatFormat.parse(backward),
+        )
         return with_prepared_operands(dot, policy)
 
     return dot_general

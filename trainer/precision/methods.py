@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 NARROW = ("bf16", "fp16", "e4m3", "e5m2")
 
 
+def formats_of(policy: "PrecisionFields") -> tuple["FloatFormat", "FloatFormat"]:
+    """Return the formats `forward` and `backward` of chosen matmuls."""
+    from scalify_core.numerics.formats import FloatFormat
+
+    assert policy.forward is not None
+    assert policy.backward is not None
+    return FloatFormat.parse(policy.forward), FloatFormat.parse(policy.backward)
+
+
 class Method:
     """No scaling. The other methods override what differs.
 
@@ -101,25 +110,19 @@ class Method:
         return why
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the FP8 `dot_general` of the linear layer at `path`.
+        """Return the `dot_general` of the chosen linear layer at `path`.
 
-        The settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`, among them
+        It multiplies in FP8, or with `policy.simulate` rounded operands in FP32. The
+        settings are those of `scalify_core.ops.matmul.Fp8DotGeneral`, among them
         `gradient`, the format of the gradient of its output.
         """
         from scalify_core.ops.matmul import Fp8DotGeneral
-
-        return Fp8DotGeneral(path, **settings)
-
-    def simulated(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the FP32 `dot_general` whose operands are rounded to the formats."""
         from trainer.precision.dots import SimulatedDot
 
-        return SimulatedDot(forward, backward)
+        if policy.simulate:
+            forward, _ = formats_of(policy)
+            return SimulatedDot(forward, settings["gradient"])
+        return Fp8DotGeneral(path, **settings)
 
     def differentiate(
         self,
@@ -297,9 +300,7 @@ class Current(Method):
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
         """Return the FP8 product that measures its operands and its gradient."""
-        from scalify_core.ops.matmul import Fp8DotGeneral
-
-        return Fp8DotGeneral(path, current_scaling=True, **settings)
+        return super().dot(path, policy, current_scaling=True, **settings)
 
 
 class Blocks(Method):
@@ -309,8 +310,6 @@ class Blocks(Method):
 
     in_products = True
     has_blocks = True
-    # The valid pairs of `forward` and `backward`; None: all.
-    formats: ClassVar[tuple[tuple[str, str], ...] | None] = None
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
@@ -320,44 +319,16 @@ class Blocks(Method):
                 f"precision.scaling={self.name} scales blocks of FP8 matmuls: choose"
                 f" its preset, or set precision.forward, precision.backward{simulate}"
             )
-        formats = policy.forward, policy.backward
-        if self.formats is not None and formats not in self.formats:
-            forward, backward = self.formats[0]
-            raise UserError(
-                f"precision.scaling={self.name} rounds to {backward}, not"
-                f" {policy.forward} and {policy.backward}; set"
-                f" precision.forward={forward} precision.backward={backward}"
-            )
 
-    def recipe(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-        native: bool,
-    ) -> "Recipe":
+    def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return the casts of a layer's operands; `native`: in narrow dtypes."""
         raise NotImplementedError
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
-        """Return the product of the recipe, in the method's kernels."""
-        from scalify_core.numerics.formats import FloatFormat
+        """Return the product of the recipe: in the method's kernels, or in FP32."""
         from trainer.precision.blocks import BlockScaledDot
 
-        assert policy.forward is not None  # by `check`
-        forward, backward = FloatFormat.parse(policy.forward), settings["gradient"]
-        return BlockScaledDot(self.recipe(policy, forward, backward, native=True))
-
-    def simulated(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-    ) -> "Dot":
-        """Return the product of the recipe, in FP32."""
-        from trainer.precision.blocks import BlockScaledDot
-
-        return BlockScaledDot(self.recipe(policy, forward, backward, native=False))
+        return BlockScaledDot(self.recipe(policy, native=not policy.simulate))
 
 
 class Mx(Blocks):
@@ -369,17 +340,11 @@ class Mx(Blocks):
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
     kernels = "MXFP8"
 
-    def recipe(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-        native: bool,
-    ) -> "Recipe":
+    def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.mx_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.mx_recipe(forward, backward, native=native)
+        return blocks.mx_recipe(*formats_of(policy), native=native)
 
 
 class PropagatedMx(Propagated, Mx):
@@ -403,17 +368,11 @@ class Rowwise(Blocks):
     name = "rowwise"
     products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
 
-    def recipe(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-        native: bool,
-    ) -> "Recipe":
+    def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.rowwise_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.rowwise_recipe(forward, backward)
+        return blocks.rowwise_recipe(*formats_of(policy))
 
 
 class DeepSeek(Blocks):
@@ -422,17 +381,11 @@ class DeepSeek(Blocks):
     name = "deepseek"
     products = ()
 
-    def recipe(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-        native: bool,
-    ) -> "Recipe":
+    def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.deepseek_recipe`."""
         from trainer.precision import blocks
 
-        return blocks.deepseek_recipe(forward, backward)
+        return blocks.deepseek_recipe(*formats_of(policy))
 
 
 class Nvfp4(Blocks):
@@ -444,21 +397,26 @@ class Nvfp4(Blocks):
     name = "nvfp4"
     multiple = 32
     capability = (10, 0)  # Blackwell
-    formats = (("e2m1", "e2m1"), ("bf16", "e2m1"))
-    products = formats
+    products = (("e2m1", "e2m1"), ("bf16", "e2m1"))
     kernels = "NVFP4"
     settings = ("four_over_six",)
 
-    def recipe(
-        self,
-        policy: "PrecisionFields",
-        forward: "FloatFormat",
-        backward: "FloatFormat",
-        native: bool,
-    ) -> "Recipe":
+    def check(self, policy: "PrecisionFields") -> None:
+        """Raise UserError for fields that do not fit, other formats among them."""
+        super().check(policy)
+        if (policy.forward, policy.backward) not in self.products:
+            forward, backward = self.products[0]
+            raise UserError(
+                f"precision.scaling={self.name} rounds to {backward}, not"
+                f" {policy.forward} and {policy.backward}; set"
+                f" precision.forward={forward} precision.backward={backward}"
+            )
+
+    def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.nvfp4_recipe`."""
         from trainer.precision import blocks
 
+        forward, _ = formats_of(policy)
         return blocks.nvfp4_recipe(
             four_over_six=bool(policy.four_over_six),
             native=native,
