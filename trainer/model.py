@@ -22,7 +22,7 @@ from trainer.precision.arrays import (
     skipped_matmuls,
     store_gradients,
 )
-from trainer.precision.gradients import Differentiate
+from trainer.precision.gradients import LossGradient
 from trainer.precision.policy import Policy
 from trainer.step.state import TrainState
 
@@ -164,7 +164,7 @@ class Model(NamedTuple):
         arguments = method.loss_arguments(state.scaling)
         return asarray(loss(state.params, tokens, segments, None, **arguments))
 
-    def differentiate(self) -> Differentiate:
+    def differentiate(self) -> LossGradient:
         """Return the loss and its gradient in the run's precision."""
         return self.policy.method.differentiate(
             self.loss, self.policy, self.training.init_histories

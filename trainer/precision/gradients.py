@@ -25,7 +25,7 @@ FIRST_LOSS_SCALE = 2.0**15
 GROWTH_STEPS = 2000  # `growth_interval` of PyTorch's GradScaler
 
 
-class Differentiate(NamedTuple):
+class LossGradient(NamedTuple):
     """A loss and its gradient in a precision.
 
     Attributes:
@@ -43,17 +43,17 @@ class Differentiate(NamedTuple):
     next_scaling: Callable[[Any, Any, jax.Array], Any]
 
 
-def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> Differentiate:
-    """Return the `Differentiate` of a method without state."""
+def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> LossGradient:
+    """Return the `LossGradient` of a method without state."""
 
     def call(params: Any, scaling: Any, *batch: Any) -> tuple[jax.Array, Any, Any]:
         loss, grads = value_and_grad(params, *batch)
         return loss, grads, ()
 
-    return Differentiate(tuple, call, lambda scaling, statistics, finite: scaling)
+    return LossGradient(tuple, call, lambda scaling, statistics, finite: scaling)
 
 
-def propagated(loss_fn: LossFn, policy: PrecisionFields) -> Differentiate:
+def propagated(loss_fn: LossFn, policy: PrecisionFields) -> LossGradient:
     """Return loss and gradient on scaled arrays; all data is in the compute dtype."""
     scaled = scalified(jax.value_and_grad(loss_fn), policy)
 
@@ -103,12 +103,12 @@ def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
             return loss * scaling.value, loss
 
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
-        return loss, divided(grads, scaling.value), ()
+        return loss, unscale(grads, scaling.value), ()
 
     return call
 
 
-def divided(grads: Any, loss_scale: jax.Array) -> Any:
+def unscale(grads: Any, loss_scale: jax.Array) -> Any:
     """Return the gradients in FP32, divided by the loss scale."""
     return jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
 

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from trainer.precision.blocks import Recipe
     from trainer.precision.dots import Dot
     from trainer.precision.fields import PrecisionFields
-    from trainer.precision.gradients import Differentiate, LossFn
-
-# Formats of weights' gradients that have a scale.
-NARROW = ("bf16", "fp16", "e4m3", "e5m2")
+    from trainer.precision.gradients import LossFn, LossGradient
 
 
 def formats_of(policy: "PrecisionFields") -> tuple["FloatFormat", "FloatFormat"]:
@@ -43,8 +40,9 @@ class Method:
       has_blocks: whether an operand has several scales, for its rows or blocks.
       any_rows: whether its FP8 products take any number of rows.
       multiple: the widths and rows that its FP8 products take are multiples of it.
-      products: the formats `forward` and `backward` that its FP8 products take.
-      kernels: the kind of its FP8 products.
+      format_pairs: the pairs of `forward` and `backward` that its FP8 products take;
+        empty: its products are always simulated.
+      kernels: the kind of its FP8 products, in messages.
       capability: the least CUDA compute capability of GPUs that have them.
       has_history: whether the scales come from a state that only training writes.
       scales_gradients: whether the gradients that its FP8 products cast have a scale
@@ -62,7 +60,7 @@ class Method:
     has_blocks: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
     multiple: ClassVar[int] = 16
-    products: ClassVar[tuple[tuple[str, str], ...]] = (("e4m3", "e5m2"),)
+    format_pairs: ClassVar[tuple[tuple[str, str], ...]] = (("e4m3", "e5m2"),)
     kernels: ClassVar[str] = "FP8"
     capability: ClassVar[tuple[int, int]] = (8, 9)  # Ada
     has_history: ClassVar[bool] = False
@@ -129,7 +127,7 @@ class Method:
         loss_fn: "LossFn",
         policy: "PrecisionFields",
         init_histories: Callable[[], Any],
-    ) -> "Differentiate":
+    ) -> "LossGradient":
         """Return the gradient of a loss, with the state that it carries from step to
         step.
 
@@ -194,15 +192,15 @@ class Propagated(Method):
         why = f"gradients are propagated in precision.compute={policy.compute}"
         if policy.forward is None:
             return (policy.compute,), f"{why}, and no matmul is narrower"
-        others = [name for name in NARROW if name != policy.compute]
-        return (policy.compute, *others), why
+        formats = (policy.compute, "bf16", "fp16", "e4m3", "e5m2")
+        return tuple(dict.fromkeys(formats)), why
 
     def differentiate(
         self,
         loss_fn: "LossFn",
         policy: "PrecisionFields",
         init_histories: Callable[[], Any],
-    ) -> "Differentiate":
+    ) -> "LossGradient":
         """Return the scale-propagated loss and gradient; there is no state."""
         from trainer.precision.gradients import propagated
 
@@ -228,18 +226,18 @@ class LossScaled(Method):
         loss_fn: "LossFn",
         policy: "PrecisionFields",
         init_histories: Callable[[], Any],
-    ) -> "Differentiate":
+    ) -> "LossGradient":
         """Return the gradient of the scaled loss, divided by the loss scale; the state
         is a `LossScale`.
         """
         from trainer.precision.gradients import (
-            Differentiate,
+            LossGradient,
             first_loss_scale,
             loss_scaled,
             next_loss_scale,
         )
 
-        return Differentiate(first_loss_scale, loss_scaled(loss_fn), next_loss_scale)
+        return LossGradient(first_loss_scale, loss_scaled(loss_fn), next_loss_scale)
 
     def loss_scale(self, state: Any) -> Any:
         """Return the value of a `LossScale`."""
@@ -247,9 +245,9 @@ class LossScaled(Method):
 
     def unscale(self, grads: Any, state: Any) -> Any:
         """Return the gradients in FP32, divided by the loss scale."""
-        from trainer.precision.gradients import divided
+        from trainer.precision.gradients import unscale
 
-        return divided(grads, state.value)
+        return unscale(grads, state.value)
 
 
 class Delayed(Method):
@@ -274,17 +272,17 @@ class Delayed(Method):
         loss_fn: "LossFn",
         policy: "PrecisionFields",
         init_histories: Callable[[], Any],
-    ) -> "Differentiate":
+    ) -> "LossGradient":
         """Return the gradient of the loss; the state holds the amax histories, whose
         next values are their gradient.
         """
         from trainer.precision.gradients import (
-            Differentiate,
+            LossGradient,
             next_histories,
             with_histories,
         )
 
-        return Differentiate(init_histories, with_histories(loss_fn), next_histories)
+        return LossGradient(init_histories, with_histories(loss_fn), next_histories)
 
     def loss_arguments(self, state: Any) -> dict[str, Any]:
         """Return the histories."""
@@ -313,8 +311,8 @@ class Blocks(Method):
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
-        if policy.forward is None or not (policy.simulate or self.products):
-            simulate = "" if self.products else ", precision.simulate=true"
+        if policy.forward is None or not (policy.simulate or self.format_pairs):
+            simulate = "" if self.format_pairs else ", precision.simulate=true"
             raise UserError(
                 f"precision.scaling={self.name} scales blocks of FP8 matmuls: choose"
                 f" its preset, or set precision.forward, precision.backward{simulate}"
@@ -337,7 +335,7 @@ class Mx(Blocks):
     name = "mx"
     multiple = 32
     capability = (10, 0)  # Blackwell
-    products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
+    format_pairs = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
     kernels = "MXFP8"
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
@@ -366,7 +364,7 @@ class Rowwise(Blocks):
     """A power of two for each row of an operand, along the sum."""
 
     name = "rowwise"
-    products = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
+    format_pairs = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.rowwise_recipe`."""
@@ -379,7 +377,7 @@ class DeepSeek(Blocks):
     """Blocks of 128, of weights 128 x 128, each on an FP32 scale; simulated."""
 
     name = "deepseek"
-    products = ()
+    format_pairs = ()
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
         """Return `blocks.deepseek_recipe`."""
@@ -397,15 +395,15 @@ class Nvfp4(Blocks):
     name = "nvfp4"
     multiple = 32
     capability = (10, 0)  # Blackwell
-    products = (("e2m1", "e2m1"), ("bf16", "e2m1"))
+    format_pairs = (("e2m1", "e2m1"), ("bf16", "e2m1"))
     kernels = "NVFP4"
     settings = ("four_over_six",)
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit, other formats among them."""
         super().check(policy)
-        if (policy.forward, policy.backward) not in self.products:
-            forward, backward = self.products[0]
+        if (policy.forward, policy.backward) not in self.format_pairs:
+            forward, backward = self.format_pairs[0]
             raise UserError(
                 f"precision.scaling={self.name} rounds to {backward}, not"
                 f" {policy.forward} and {policy.backward}; set"

@@ -59,9 +59,9 @@ class Policy(PrecisionFields):
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
                 " give both formats or neither"
             )
-        formats, products = (self.forward, self.backward), self.method.products
-        if self.in_fp8 and products and formats not in products:
-            pairs = (f"{a} forward and {b} backward" for a, b in products)
+        formats, valid = (self.forward, self.backward), self.method.format_pairs
+        if self.in_fp8 and valid and formats not in valid:
+            pairs = (f"{a} forward and {b} backward" for a, b in valid)
             raise UserError(
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
                 f" the {self.method.kernels} matmul takes {', or '.join(pairs)}; others"

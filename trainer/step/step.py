@@ -17,7 +17,7 @@ from scalify_core import tree, weights
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
 from scalify_core.optim import AmaxFn
-from trainer.precision.gradients import Differentiate, ValueAndGrad
+from trainer.precision.gradients import LossGradient, ValueAndGrad
 from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
@@ -136,7 +136,7 @@ class OptimizerSetup(NamedTuple):
 
 
 def make_train_step(
-    loss_gradient: Differentiate,
+    loss_gradient: LossGradient,
     setup: OptimizerSetup,
     *,
     accumulate_gradients: GradientFn,
