@@ -104,10 +104,10 @@ def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
 
     A kernel of g fused parts is stored split by rows, because the columns of a head are
     not contiguous: [.., D/n, gF] becomes [.., D, gF/n]. A bias [.., gF] is whole on
-    every device of the tensor-parallel group.
+    every device of the tensor-parallel group. Arrays that are not fused are unchanged.
     """
     n = lax.axis_size("tensor")
-    if n == 1:
+    if n == 1 or role.groups == 1:
         return x
     # kernel [.., D/n, g, n, F/n], bias [.., g, n, F/n]
     parts = x.reshape(*x.shape[:-1], role.groups, n, -1)
@@ -123,7 +123,7 @@ def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
 def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     """Invert `qkv_rows_to_columns`."""
     n = lax.axis_size("tensor")
-    if n == 1:
+    if n == 1 or role.groups == 1:
         return x
     # kernel [.., D, g, 1, F/n], bias [.., g, 1, F/n]
     parts = x.reshape(*x.shape[:-1], role.groups, 1, -1)
@@ -140,10 +140,9 @@ def all_gather_data(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
     A fused QKV array gets the columns of this device's heads.
     """
     axis = fsdp_axis(spec)
-    x = x if axis is None else all_gather_bits(x, "fsdp", axis)
-    if role.groups > 1:
-        return qkv_rows_to_columns(x, role)
-    return x
+    if axis is not None:
+        x = all_gather_bits(x, "fsdp", axis)
+    return qkv_rows_to_columns(x, role)
 
 
 def all_gather_param(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) -> Any:
@@ -185,7 +184,8 @@ def reduce_data(
 ) -> jax.Array:
     """Return this device's shard of the mean of the devices' gradients, FP32.
 
-    No other array of the step has this `leaf_index`.
+    Each array that is rounded stochastically must have its own `leaf_index`. Only
+    kernels are, so blocks that are gathered one by one and the rest both count from 0.
     """
     with jax.named_scope("reduce"):
         return mean_over_devices(
@@ -195,7 +195,7 @@ def reduce_data(
             deterministic=comm.reduce.deterministic,
             seed=seed,
             leaf_index=leaf_index,
-            reshard=lambda x: qkv_columns_to_rows(x, role) if role.groups > 1 else x,
+            reshard=lambda x: qkv_columns_to_rows(x, role),
         )
 
 
@@ -309,7 +309,8 @@ def rounding_seed(keys_B: jax.Array) -> jax.Array:
 def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     """Return a function like `loss` that computes the mean over the devices of a mesh.
 
-    Each device computes the loss of its rows.
+    Each device computes the loss of its rows. With DiLoCo the weights are the outer
+    ones, and the devices of all replicas share the rows.
     """
 
     def mean_loss(

@@ -15,6 +15,8 @@ reduced by XLA's own collectives otherwise.
 
 Narrow data is sent as integers of its width: XLA widens FP8 and BF16 collectives where
 a backend has none.
+
+Legend: P parts of an array, Q pieces of a part, S elements of a piece.
 """
 
 from collections.abc import Callable
@@ -161,32 +163,32 @@ def mean_by_all_to_all(
     seed: Any,
     leaf_index: Any,
 ) -> jax.Array:
-    """Return `mean_over_devices` of data in a format, by all-to-all and all-gather."""
-    devices = lax.axis_size(BATCH_AXES)
-    parts = 1 if scatter_axis is None else lax.axis_size("fsdp")
-    devices_per_part = devices // parts
-    gather_axes = BATCH_AXES if scatter_axis is None else "data"
-    # Device (data d, fsdp f) sums piece d of part f, then gathers part f over `data`.
-    # Without `scatter_axis` there is one part, and every device sums a piece of it.
-    shape = list(x.shape)
+    """Return `mean_over_devices` of data in a format, by all-to-all and all-gather.
+
+    With a `scatter_axis` the array has a part for each device of `fsdp`. Device (data
+    q, fsdp p) sums piece q of part p, then gathers part p over `data`. Otherwise the
+    array is one part, and each device sums a piece of it.
+    """
+    num_devices = lax.axis_size(BATCH_AXES)
+    gather_axes: tuple[str, ...] = BATCH_AXES
+    num_parts, shape = 1, list(x.shape)
     if scatter_axis is not None:
-        shape[scatter_axis] //= parts
-        x = jnp.moveaxis(
-            x.reshape(*x.shape[:scatter_axis], parts, -1, *x.shape[scatter_axis + 1 :]),
-            scatter_axis,
-            0,
-        )
-    flat_parts = x.reshape(parts, -1)
-    size = flat_parts.shape[1]
-    flat_parts = jnp.pad(flat_parts, ((0, 0), (0, -size % devices_per_part)))
-    pieces = flat_parts.reshape(parts, devices_per_part, -1)
+        num_parts, gather_axes = lax.axis_size("fsdp"), ("data",)
+        shape[scatter_axis] //= num_parts
+        before, after = x.shape[:scatter_axis], x.shape[scatter_axis + 1 :]
+        x = jnp.moveaxis(x.reshape(*before, num_parts, -1, *after), scatter_axis, 0)
+    num_pieces = num_devices // num_parts
+    parts = x.reshape(num_parts, -1)
+    part_size = parts.shape[1]
+    padded = jnp.pad(parts, ((0, 0), (0, -part_size % num_pieces)))
+    pieces_PxQxS = padded.reshape(num_parts, num_pieces, -1)
     # all_to_all numbers the devices with `fsdp` fastest, so the axis of pieces (`data`)
     # must precede that of parts (`fsdp`).
-    pieces = jnp.swapaxes(pieces, 0, 1).reshape(devices, -1)
-    received = all_to_all_bits(pieces, BATCH_AXES, 0, 0)
-    mean = jnp.sum(received.astype(jnp.float32), axis=0) / devices
-    if devices_per_part > 1:
+    pieces_QPxS = jnp.swapaxes(pieces_PxQxS, 0, 1).reshape(num_devices, -1)
+    received = all_to_all_bits(pieces_QPxS, BATCH_AXES, 0, 0)
+    mean = jnp.sum(received.astype(jnp.float32), axis=0) / num_devices
+    if num_pieces > 1:
         # The data keeps its scale: a mean is at most as large as the largest operand.
         piece = quantize(mean, fmt, seed, leaf_index + SECOND_ROUNDING)
-        mean = all_gather_bits(piece, gather_axes, 0).astype(jnp.float32)[:size]
+        mean = all_gather_bits(piece, gather_axes, 0).astype(jnp.float32)[:part_size]
     return mean.reshape(shape)

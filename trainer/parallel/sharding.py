@@ -56,7 +56,8 @@ def partition_spec(
             local_shape[split_axis] //= sizes["tensor"]
     if sizes["fsdp"] > 1:
         for axis in range(first_axis, len(shape)):
-            if local_shape[axis] % sizes["fsdp"] == 0 and local_shape[axis]:
+            # XLA cannot reduce-scatter an empty axis.
+            if local_shape[axis] > 0 and local_shape[axis] % sizes["fsdp"] == 0:
                 axes[axis] = "fsdp" if axes[axis] is None else (axes[axis], "fsdp")
                 break
     return PartitionSpec(*axes)

@@ -62,6 +62,7 @@ def test_what_cannot_be_split_stays_whole():
     assert partition_spec(role, (), sizes) == PartitionSpec()
     assert partition_spec(role, (12, 5), sizes) == PartitionSpec(None, None)
     assert partition_spec(role, (12, 16), sizes) == PartitionSpec(None, "fsdp")
+    assert partition_spec(role, (0, 16), sizes) == PartitionSpec(None, "fsdp")
     # what is no parameter's
     assert partition_spec(None, (16, 16), sizes) == PartitionSpec(None, None)
     assert fsdp_axis(PartitionSpec(None, None)) is None
