@@ -37,7 +37,7 @@ from scalify_core import asarray, tree, weights
 from trainer.model import Model
 from trainer.parallel.distribute import amax_over, loss_over, squared_norms_over
 from trainer.parallel.mesh import replicated
-from trainer.parallel.sharding import data_specs
+from trainer.parallel.sharding import param_specs
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
@@ -184,7 +184,7 @@ def make_unit_update(
             largest_of=largest_of,
         )
         updates = jax.tree.map(lambda u: u.astype(jnp.bfloat16), weights.wide(updates))
-        specs = data_specs(params, mesh, task.trained_roles)
+        specs = param_specs(params, mesh, task.trained_roles)
         updates = jax.lax.with_sharding_constraint(
             updates, jax.tree.map(functools.partial(NamedSharding, mesh), specs)
         )

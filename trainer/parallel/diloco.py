@@ -234,7 +234,7 @@ def sync(
     )
 
     def only_participating(x: jax.Array) -> jax.Array:
-        return jnp.where(participating.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+        return jnp.where(jnp.expand_dims(participating, range(1, x.ndim)), x, 0)
 
     contributions = [only_participating(x) for x in tensors]
     scales = common_scales(contributions, fmt)

@@ -44,9 +44,9 @@ from trainer.parallel.reduction import (
 )
 from trainer.parallel.sharding import (
     array_specs,
-    data_specs,
     fsdp_axis,
     mesh_axes,
+    param_specs,
     partition_spec,
 )
 from trainer.precision.gradients import ValueAndGrad
@@ -134,7 +134,7 @@ def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     return parts.reshape(*parts.shape[:-3], -1)
 
 
-def all_gather_data(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
+def all_gather_array(x: jax.Array, spec: PartitionSpec, role: Role) -> jax.Array:
     """All-gather an array from the shards of the devices; inside `shard_map`.
 
     A fused QKV array gets the columns of this device's heads.
@@ -154,8 +154,8 @@ def all_gather_param(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) 
         return p
     narrow = comm.cast_for_all_gather(role, p)
     if is_scaled_array(narrow):
-        return with_scale(all_gather_data(narrow.data, spec, role), narrow.scale)
-    return all_gather_data(narrow, spec, role)
+        return with_scale(all_gather_array(narrow.data, spec, role), narrow.scale)
+    return all_gather_array(narrow, spec, role)
 
 
 def all_gather_tree(params: Any, specs: Any, comm: CommConfig) -> Any:
@@ -173,7 +173,7 @@ def all_gather_tree(params: Any, specs: Any, comm: CommConfig) -> Any:
     return _map_params(gather_leaf, params, specs, comm)
 
 
-def reduce_data(
+def reduce_array(
     grad: jax.Array,
     spec: PartitionSpec,
     role: Role,
@@ -208,7 +208,7 @@ def reduce_tree(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> An
     next_index = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
-        mean = reduce_data(
+        mean = reduce_array(
             weights.wide(grad), spec, role, comm, seed=seed, leaf_index=next(next_index)
         )
         if is_scaled_array(grad):
@@ -257,7 +257,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
         batch: Tokens,
         keys_AxB: jax.Array,
     ) -> tuple[jax.Array, Any, Any]:
-        specs = data_specs(params, mesh, comm.roles)
+        specs = param_specs(params, mesh, comm.roles)
 
         def sharded_value_and_grad(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
@@ -316,7 +316,7 @@ def loss_over(mesh: Mesh, comm: CommConfig, loss: LossOfState) -> LossOfState:
     def mean_loss(
         state: TrainState, tokens: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        specs = data_specs(state.params, mesh, comm.roles)
+        specs = param_specs(state.params, mesh, comm.roles)
         axes = batch_axes(mesh)
         rows = PartitionSpec(axes)
 
@@ -381,7 +381,7 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
         return squared_norms_of_arrays
 
     def squared_norms(tree: Any) -> jax.Array:
-        specs = data_specs(tree, mesh, roles)
+        specs = param_specs(tree, mesh, roles)
 
         def on_device(tree: Any) -> jax.Array:
             sums = squared_norms_of_arrays(tree)

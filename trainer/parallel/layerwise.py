@@ -27,11 +27,11 @@ from trainer.models.blocks import BLOCKS
 from trainer.models.roles import Role
 from trainer.parallel.distribute import (
     CommConfig,
-    all_gather_data,
+    all_gather_array,
     all_gather_param,
-    reduce_data,
+    reduce_array,
 )
-from trainer.parallel.sharding import data_specs
+from trainer.parallel.sharding import param_specs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,43 +53,44 @@ class LayerArray:
     comm: CommConfig
     index: int
 
+    def gather(self, shard: Any) -> Any:
+        """Return the whole array in the format in which it is sent."""
+        return all_gather_param(shard, self.spec, self.role, self.comm)
+
+    def reduce(
+        self, grad: jax.Array, leaf_index: jax.Array, seed: jax.Array
+    ) -> jax.Array:
+        """Return this device's shard of the mean of FP32 gradients."""
+        return reduce_array(
+            grad, self.spec, self.role, self.comm, seed=seed, leaf_index=leaf_index
+        )
+
 
 @composite(name="gather_weights")
 def _gather(shard: jax.Array, *, array: LayerArray, is_scaled: bool) -> jax.Array:
     if is_scaled:  # only traced for its shape: the rule below replaces it
-        return all_gather_data(shard, array.spec, array.role)
-    return all_gather_param(shard, array.spec, array.role, array.comm)
+        return all_gather_array(shard, array.spec, array.role)
+    return array.gather(shard)
 
 
 @composite_rule("gather_weights")
 def _gather_scaled(call: Any, shard: v.Value) -> v.Value:
-    array, shard = call.settings["array"], v.scalar_scale(shard)
-    p = with_scale(shard.data, shard.scale)
-    sent = all_gather_param(p, array.spec, array.role, array.comm)
-    return v.value(sent.data, sent.scale, shard.expected_rms)
+    p = v.scalar_scale(shard)
+    sent = call.settings["array"].gather(with_scale(p.data, p.scale))
+    return v.value(sent.data, sent.scale, p.expected_rms)
 
 
 @composite(name="reduce_gradients")
 def _reduce(
     grad: jax.Array, leaf_index: jax.Array, seed: jax.Array, *, array: LayerArray
 ) -> jax.Array:
-    wide = grad.astype(jnp.float32)
-    mean = reduce_data(
-        wide, array.spec, array.role, array.comm, seed=seed, leaf_index=leaf_index
-    )
-    return mean.astype(grad.dtype)
+    return array.reduce(grad.astype(jnp.float32), leaf_index, seed).astype(grad.dtype)
 
 
 @composite_rule("reduce_gradients", wide=True)
 def _reduce_scaled(call: Any, grad: Any, leaf_index: Any, seed: Any) -> jax.Array:
-    array = call.settings["array"]
-    return reduce_data(
-        v.unscaled(grad),
-        array.spec,
-        array.role,
-        array.comm,
-        seed=formats.materialize(seed),
-        leaf_index=formats.materialize(leaf_index),
+    return call.settings["array"].reduce(
+        v.unscaled(grad), formats.materialize(leaf_index), formats.materialize(seed)
     )
 
 
@@ -109,7 +110,7 @@ class FsdpLayerComm(NamedTuple):
     def gather(self, shards: Any) -> Any:
         """Return the whole weights of a layer, in the formats in which they are sent.
 
-        What is no parameter, as an amax history, is returned as it is.
+        Arrays that are not parameters, such as amax histories, are unchanged.
         """
 
         def gather_leaf(path: Any, shard: Any) -> Any:
@@ -137,7 +138,7 @@ def fsdp_layer_comm(
     params: Any, mesh: Mesh, comm: CommConfig, *, is_scaled: bool
 ) -> FsdpLayerComm:
     """Return the communication of a model's layers; `params` may be shapes."""
-    specs = jax.tree.leaves(data_specs(params, mesh, comm.roles)[BLOCKS])
+    specs = jax.tree.leaves(param_specs(params, mesh, comm.roles)[BLOCKS])
     roles = tree_leaves_with_path(comm.roles[BLOCKS])
     arrays = {}
     for i, (spec, (path, role)) in enumerate(zip(specs, roles, strict=True)):

@@ -122,21 +122,22 @@ def evaluate_leafwise(
       place: takes shapes and dtypes of the result, and returns its shardings.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    placed = jax.tree.leaves(place(shapes))
+    shardings = jax.tree.leaves(place(shapes))
     trace = Trace(closed, jax.tree.leaves(args))
     groups = outputs_by_shared_array(trace)
     jaxprs = [trace.jaxpr_of([trace.outputs[i] for i in group]) for group in groups]
-    arguments = {x: (value, None) for x, value in trace.given.items()}
-    arguments |= evaluate_keys(trace, jaxprs)
-    leaves: list[Any] = [None] * len(placed)
+    key_data, key_impls = evaluate_keys(trace, jaxprs)
+    arguments = trace.given | key_data
+    leaves: list[Any] = [None] * len(shardings)
     for group, jaxpr in zip(groups, jaxprs, strict=True):
-        key_impls = tuple(arguments[x][1] for x in jaxpr.invars)
-        program = LeafProgram(jaxpr, signature_of(jaxpr), key_impls)
-        compiled = jitted(program, tuple(placed[i] for i in group))
-        results = compiled(*(arguments[x][0] for x in jaxpr.invars))
-        if len(placed[group[0]].device_set) > 1:
-            # A program of several devices may communicate, as a padded array does. Many
-            # such programs in flight can deadlock.
+        program = LeafProgram(
+            jaxpr, signature_of(jaxpr), tuple(map(key_impls.get, jaxpr.invars))
+        )
+        compiled = jitted(program, tuple(shardings[i] for i in group))
+        results = compiled(*(arguments[x] for x in jaxpr.invars))
+        if len(shardings[group[0]].device_set) > 1:
+            # A program of several devices may communicate, such as one that pads an
+            # array. Many such programs in flight can deadlock.
             jax.block_until_ready(results)
         for i, leaf in zip(group, results, strict=True):
             leaves[i] = leaf
@@ -144,8 +145,10 @@ def evaluate_leafwise(
 
 
 @functools.lru_cache(maxsize=512)
-def jitted(program: LeafProgram, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
-    """Return a compiled program; its outputs get these shardings."""
+def jitted(
+    program: LeafProgram, shardings: tuple[Sharding, ...]
+) -> Callable[..., list[Any]]:
+    """Return a program under `jax.jit`; its outputs get these shardings."""
 
     def leaf(*arguments: Any) -> list[Any]:
         inputs = [
@@ -154,7 +157,7 @@ def jitted(program: LeafProgram, placed: tuple[Sharding, ...]) -> Callable[..., 
         ]
         return jax.core.eval_jaxpr(program.jaxpr, (), *inputs)
 
-    return jax.jit(leaf, out_shardings=list(placed))
+    return jax.jit(leaf, out_shardings=list(shardings))
 
 
 def outputs_by_shared_array(trace: Trace) -> list[list[int]]:
@@ -185,8 +188,8 @@ def outputs_by_shared_array(trace: Trace) -> list[list[int]]:
 
 def evaluate_keys(
     trace: Trace, jaxprs: Iterable[Any]
-) -> dict[Any, tuple[np.ndarray, Any]]:
-    """Return data and implementation of the PRNG keys that jaxprs take.
+) -> tuple[dict[Any, np.ndarray], dict[Any, Any]]:
+    """Return data and PRNG implementations of the keys that jaxprs take, by variable.
 
     Data are on the host: in a run of several processes, all have them.
     """
@@ -197,7 +200,7 @@ def evaluate_keys(
     arrays = jax.core.eval_jaxpr(jaxpr, (), *given)
     data = jax.device_get([jax.random.key_data(x) for x in arrays])
     impls = map(jax.random.key_impl, arrays)
-    return dict(zip(keys, zip(data, impls, strict=True), strict=True))
+    return dict(zip(keys, data, strict=True)), dict(zip(keys, impls, strict=True))
 
 
 def signature_of(jaxpr: Any) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ from trainer.parallel.mesh import (
     over_devices,
     replicated,
 )
-from trainer.parallel.sharding import data_specs
+from trainer.parallel.sharding import param_specs
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
@@ -194,7 +194,7 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
     def replace_new(x: jax.Array, value: Any) -> jax.Array:
         if not x.ndim:
             return x
-        return jnp.where(is_new.reshape(-1, *(1,) * (x.ndim - 1)), value, x)
+        return jnp.where(np.expand_dims(is_new, tuple(range(1, x.ndim))), value, x)
 
     states = jax.tree.map(select_replicas, replicas.states)
     states = dataclasses.replace(
@@ -453,7 +453,7 @@ def make_sync(
                 strict=True,
             )
         ]
-        specs = fragment.take(data_specs(params, mesh, outer.roles))
+        specs = fragment.take(param_specs(params, mesh, outer.roles))
         result = sync_over(mesh, specs, settings, fragment.indices)(
             outer_gradients, seed, step
         )

@@ -141,7 +141,7 @@ def shardings(tree: Any, mesh: Mesh, roles: Any) -> Any:
     return map_specs(lambda x, spec: NamedSharding(mesh, spec), tree, mesh, roles)
 
 
-def data_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
+def param_specs(params: Any, mesh: Mesh, roles: Any) -> Any:
     """Return the `partition_spec` of every parameter; a ScaledArray has that of its
     data.
     """

@@ -28,7 +28,7 @@ from trainer.parallel.distribute import (
 from trainer.parallel.mesh import make_mesh, place_batch
 from trainer.parallel.sharding import (
     array_specs,
-    data_specs,
+    param_specs,
 )
 from trainer.step.step import sequence_keys
 from trainer.workload import (
@@ -100,7 +100,7 @@ def test_the_flagship_keeps_an_eighth_and_moves_bytes():
         sum(map(len, bits(state))) / DEVICES, rel=0.05
     )
 
-    specs, comm = data_specs(state.params, w.mesh, w.model.roles), w.comm
+    specs, comm = param_specs(state.params, w.mesh, w.model.roles), w.comm
 
     def there_and_back(params):
         """Gathered weights, as if they were gradients."""
