@@ -67,7 +67,7 @@ def check_exportable(model: Model) -> None:
             f" simulate: {str(policy.simulate).lower()}}} has no FP8 matmuls with one"
             " scale for each operand"
         )
-    elif not policy.casts_operands_as_they_are:
+    elif policy.prepares_operands:
         problem = (
             "precision.hadamard and precision.clip_outliers change operands before"
             " they are rounded"

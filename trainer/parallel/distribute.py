@@ -232,10 +232,8 @@ def _map_params(
     return map_arrays(fun, *rest) | {BLOCKS: tree[BLOCKS]}
 
 
-def ordered_pmean(x: jax.Array, axes: tuple[str, ...] = BATCH_AXES) -> jax.Array:
-    """Return the mean of a scalar, or of each element of an array, over the devices of
-    the batch, summed in mesh order.
-    """
+def ordered_pmean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return the mean over the devices of mesh axes, summed in mesh order."""
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
@@ -278,7 +276,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
             if not reduce_micro_batches:
                 grads = reduce_tree(grads, specs, comm, rounding_seed(keys_AxB[0]))
             return (
-                ordered_pmean(loss),
+                ordered_pmean(loss, BATCH_AXES),
                 grads,
                 # `statistics` holds the amax of tensors, for their next scales.
                 jax.tree.map(lambda x: lax.pmax(x, STEP_AXES), statistics),

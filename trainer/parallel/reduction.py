@@ -175,8 +175,9 @@ def mean_by_all_to_all(
     if scatter_axis is not None:
         num_parts, gather_axes = lax.axis_size("fsdp"), ("data",)
         shape[scatter_axis] //= num_parts
-        before, after = x.shape[:scatter_axis], x.shape[scatter_axis + 1 :]
-        x = jnp.moveaxis(x.reshape(*before, num_parts, -1, *after), scatter_axis, 0)
+        leading, trailing = x.shape[:scatter_axis], x.shape[scatter_axis + 1 :]
+        x = x.reshape(*leading, num_parts, -1, *trailing)
+        x = jnp.moveaxis(x, scatter_axis, 0)
     num_pieces = num_devices // num_parts
     parts = x.reshape(num_parts, -1)
     part_size = parts.shape[1]

@@ -109,6 +109,7 @@ def map_specs(
         )
         if not isinstance(x, Packed):
             return map_array(path, x, by_replica)
+        # The paths of the arrays in the tree that was packed: they lead to roles.
         array_paths = jax.tree_util.tree_leaves_with_path(
             jax.tree.unflatten(x.structure, x.names)
         )

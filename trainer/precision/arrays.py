@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.precision.dots import (
     ClippedDot,
     Dot,
-    MixedDot,
+    HadamardDot,
     narrow_gradient_dot,
     wide_gradient_dot,
 )
@@ -170,9 +170,9 @@ def simulated_fp8_attention(
 
 
 def with_prepared_operands(dot: Dot, policy: Policy) -> Dot:
-    """Return `dot` of operands that are clipped and mixed as the policy says."""
+    """Return `dot` of operands that are clipped and transformed as the policy says."""
     if policy.hadamard is not None:
-        dot = MixedDot(dot, policy.hadamard)
+        dot = HadamardDot(dot, policy.hadamard)
     if policy.clip_outliers is not None:
         dot = ClippedDot(dot, policy.clip_outliers)
     return dot
@@ -238,14 +238,14 @@ def cast_for_all_gather(
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
-        in_fp8 = (
+        is_first_used_in_fp8 = (
             is_narrow
             and not scaled_rows
             and not policy.simulate
             and not policy.method.has_blocks
-            and policy.casts_operands_as_they_are
+            and not policy.prepares_operands
         )
-        if in_fp8:
+        if is_first_used_in_fp8:
             return ScaledArray(E4M3.cast(p.data), p.scale)
         return p
     # Gains, tables and biases are used in FP32; FP8 kernels get their scale from the

@@ -145,13 +145,12 @@ class ClippedDot(nnx.Module):
         )
 
 
-class MixedDot(nnx.Module):
-    """`dot` of operands that are both multiplied by one orthogonal matrix, in groups of
-    `size` channels of their sum.
+class HadamardDot(nnx.Module):
+    """`dot` of operands after a random Hadamard transform: both are multiplied by one
+    orthogonal matrix along the contracted axis, in groups of `size` channels.
 
-    A random Hadamard transform: the product stays the same, and an outlier is spread
-    over the channels of its group. A module, for the amax histories that `dot` may
-    have.
+    The product stays the same, and an outlier is spread over the channels of its group.
+    A module, for the amax histories that `dot` may have.
     """
 
     def __init__(self, dot: Dot, size: int) -> None:
@@ -163,7 +162,7 @@ class MixedDot(nnx.Module):
         """Return the product in the dtype of `dot`'s. ValueError: not a product of two
         matrices.
         """
-        check_matrices("MixedDot", dims)
+        check_matrices("HadamardDot", dims)
         mixed_DxF = hadamard(rhs_DxF.T, self.size).T
         return self.dot(hadamard(lhs_NxD, self.size), mixed_DxF, dims, **settings)
 

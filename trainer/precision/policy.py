@@ -130,11 +130,11 @@ class Policy(PrecisionFields):
         return self.method.has_blocks and self.forward in DTYPES
 
     @property
-    def casts_operands_as_they_are(self) -> bool:
-        """Return whether operands of the chosen matmuls are cast without clipping or
-        mixing.
+    def prepares_operands(self) -> bool:
+        """Return whether operands of the chosen matmuls are clipped or Hadamard
+        transformed before they are cast.
         """
-        return self.clip_outliers is None and self.hadamard is None
+        return self.clip_outliers is not None or self.hadamard is not None
 
     def backward_of(self, path: str) -> Format | None:
         """Return the format of the gradient of the output of the chosen matmul at
