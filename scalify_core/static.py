@@ -3,7 +3,6 @@
 With propagated scales a program says itself where a scale is measured, set or moved,
 and in which format a value or its gradient is stored. Measured scales, the default of
 `scalify`, need none of it: there, and in plain JAX, changes of scale are the identity.
-Only `set_scaling` chooses the scale that a result is stored at there, too.
 """
 
 from scalify_core.interpreter.registry import composite_rule
@@ -20,7 +19,6 @@ from scalify_core.ops.rescale import (
     rebalance,
     rebalance_grad,
     set_scaling,
-    stop_scaling,
 )
 
 __all__ = [
@@ -37,5 +35,4 @@ __all__ = [
     "rebalance",
     "rebalance_grad",
     "set_scaling",
-    "stop_scaling",
 ]

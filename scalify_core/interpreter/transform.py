@@ -70,7 +70,7 @@ def scalify(
         have the format of the data, but the gradient of `gelu`'s bias, which is FP32.
         Complex numbers have no scale: they are plain, and so are the results computed
         from them (`irfft(rfft(x))`). ScaledArrays that `fun` itself makes are plain
-        numbers inside it and in its results; use `set_scaling` to choose the scale of a
+        numbers inside it and in its results; `x.rescale(scale)` chooses the scale of a
         result.
 
         Called outside `jit`, `fun` runs at each call and reads the current value of its

@@ -44,15 +44,6 @@ def set_scaling(x: jax.Array, scale: float) -> jax.Array:
     return _set_scaling(x, scale=_power_of_two("set_scaling", scale))
 
 
-@_acting
-def stop_scaling(x: jax.Array) -> jax.Array:
-    """Return `x`; under `scalify`, as a plain FP32 array.
-
-    Later operations propagate no scale from it.
-    """
-    return x
-
-
 def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays,
     for statistics. Not differentiable.

@@ -35,7 +35,6 @@ from scalify_core.interpreter.measured.quantize import stored_value
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
-from scalify_core.numerics.scales import times
 from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
 
 _F32 = np.dtype(np.float32)
@@ -51,26 +50,8 @@ def _materialized(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
     return [like(x, in_order(call, logical(x)))]
 
 
-# `rebalance` and `dynamic_rescale_*` have no rule: their functions are the identity,
-# and scales are measured.
-
-
-@measured_composite("stop_scaling", "stop_scaling.fwd")
-def _stop(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    # Plain, so nothing later has a scale from it, and nothing is measured for it.
-    return [in_order(call, logical(x))] * len(eqn.outvars)
-
-
-@measured_composite("set_scaling", "set_scaling.fwd")
-def _set_scaling(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    data = in_order(call, logical(x))
-    if not isinstance(x, Value):
-        return [data]
-    # The user's own scale is the only one that is not measured.
-    scale = call.settings["scale"]
-    dtype = v.result_dtype(x)
-    data = formats.saturating_cast(times(data, 1 / scale), dtype)
-    return [stored_value(data, scale)]
+# `set_scaling`, `rebalance` and `dynamic_rescale_*` have no rule: their functions are
+# the identity, and scales are measured.
 
 
 @measured_composite("cast_on_forward", "cast_on_forward.fwd", "cast_on_backward.bwd")

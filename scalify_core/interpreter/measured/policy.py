@@ -10,7 +10,7 @@ A value is stored narrow here:
 
 - as an operand: `quantized_copy`, for `_product`, `composites` and, ahead of a move, a
   call or a loop, `quantize_for_products`;
-- by the user's cast: `_convert`, and `composites` for `set_scaling`;
+- by the user's cast: `_convert`;
 - in the stack of a scan: `_stacks` says which, `stacked` stores it;
 - as a result of the program: `leaving`.
 

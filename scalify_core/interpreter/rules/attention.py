@@ -185,33 +185,6 @@ def _rope_bwd(call: Any, tables: Any, gradient: Any) -> Any:
     return gradient.with_data(out), None, None
 
 
-# The RMS of n probabilities is between 1/n, where they are equal, and 1/sqrt(n), where
-# one is all. The latter is taken: no element saturates there, and FP16 holds equal
-# ones.
-
-
-def _normalizer(name: str, power: float) -> None:
-    """Register softmax or its logarithm: of n numbers the RMS is n**power."""
-
-    def size_along(call: Any, x: Any) -> float:
-        return unbatched_shape(call, 0, x)[call.settings["axis"]] ** power
-
-    @forward_rule(name)
-    def _(call: Any, x: Value) -> Any:
-        return *on_values(call, [(size_along(call, x), x.dtype)], x), (x,)
-
-    @composite_rule(f"{name}.bwd")
-    def _(call: Any, residuals: Any, gradient: Any) -> Any:
-        (x,) = residuals
-        gradient = as_value(gradient, x)
-        size = size_of(size_along(call, x), gradient.size)
-        return on_values(call, [(size, gradient.dtype)], x, gradient)
-
-
-_normalizer("softmax", -0.5)
-_normalizer("log_softmax", 0.0)
-
-
 @forward_rule("cross_entropy")
 def _cross_entropy(call: Any, logits: Value, targets: Any) -> Any:
     loss, *rest = call.bind(v.unscaled(logits), formats.materialize(targets))

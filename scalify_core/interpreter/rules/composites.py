@@ -165,10 +165,6 @@ def as_value(x: Any, *others: Any) -> Value:
 # zero, gelu only halves.
 
 
-def _relu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return np.maximum(x, 0), (x > 0).astype(x.dtype)
-
-
 def _silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sigmoid = (1 + np.tanh(x / 2)) / 2
     return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
@@ -181,9 +177,9 @@ def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x * below, below + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 
-_ACTIVATIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu}
-# The mean over a normal variable by quadrature: exact for relu, as nodes are symmetric,
-# and for the others more than 16 nodes change little, so 64 is no tuned number.
+_ACTIVATIONS = {"gelu": _gelu, "silu": _silu}
+# The mean over a normal variable by quadrature: more than 16 nodes change little, so 64
+# is no tuned number.
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
 _WEIGHTS /= _WEIGHTS.sum()
 
@@ -194,7 +190,7 @@ def activated(name: str, size: float) -> tuple[float, float]:
     """Return the RMS of an activation, and of its slope, for Gaussian numbers of RMS
     `size`.
     """
-    # Beyond 2^30 all are relu; the squares of larger numbers would leave FP64.
+    # Beyond 2^30 both are `max(x, 0)`; the squares of larger numbers would leave FP64.
     y, slope = _ACTIVATIONS[name](_NODES * min(size, 2.0**30))
     rms, slope_rms = (math.sqrt(float(_WEIGHTS @ x**2)) for x in (y, slope))
     return rms * max(size / 2.0**30, 1.0), slope_rms
@@ -207,26 +203,9 @@ def _sizes(name: str, x: Value) -> tuple[Any, float]:
     """
     if sc.is_static(x.scale):
         return activated(name, x.size)
-    # Near zero GELU and SiLU halve their argument, and of large numbers they keep 0.71
-    # as relu does: half an octave apart, which is what this may be off by.
+    # Near zero GELU and SiLU halve their argument, and of large numbers they keep 0.71,
+    # the RMS of `max(x, 0)`: half an octave apart, which is what this may be off by.
     return (size_of(x.size, _SQRT_HALF), _SQRT_HALF)
-
-
-def _activation(name: str) -> None:
-    @forward_rule(name)
-    def _(call: Any, x: Value) -> Any:
-        size = _sizes(name, x)[0]
-        return *on_values(call, [(size, x.dtype)], v.scalar_scale(x)), (x,)
-
-    @composite_rule(f"{name}.bwd")
-    def _(call: Any, residuals: Any, gradient: Any) -> Any:
-        (x,) = residuals
-        gradient, x = as_value(gradient, x), as_value(x, gradient)
-        return on_gradient(call, [(_sizes(name, x)[1], gradient.dtype)], x, gradient)
-
-
-for _name in ("silu", "relu"):
-    _activation(_name)
 
 
 def _biased(x: Any, bias: Any) -> tuple[Value, Any, Value]:
@@ -456,7 +435,6 @@ _max = functools.partial(
     v.rescaled_by, lambda data: jnp.max(jnp.abs(data), initial=0.0)
 )
 _rescaling("set_scaling", _at_static_scale, None)
-_rescaling("stop_scaling", v.unscaled, None)
 _rescaling("rebalance", _rebalanced, None)
 _rescaling("rebalance_grad", None, _rebalanced)
 _rescaling("cast_on_forward", _quantized, None)

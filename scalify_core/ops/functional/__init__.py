@@ -2,16 +2,11 @@
 `scalify` has rules for them.
 """
 
-from scalify_core.ops.functional.activations import gelu, relu, silu, swiglu
+from scalify_core.ops.functional.activations import gelu, swiglu
 from scalify_core.ops.functional.attention import attention
 from scalify_core.ops.functional.embedding import embedding, materialized, rope
 from scalify_core.ops.functional.fp8_attention import fp8_attention
-from scalify_core.ops.functional.losses import (
-    cross_entropy,
-    linear_cross_entropy,
-    log_softmax,
-    softmax,
-)
+from scalify_core.ops.functional.losses import cross_entropy, linear_cross_entropy
 from scalify_core.ops.functional.norms import layer_norm, rms_norm
 
 __all__ = [
@@ -22,12 +17,8 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_cross_entropy",
-    "log_softmax",
     "materialized",
-    "relu",
     "rms_norm",
     "rope",
-    "silu",
-    "softmax",
     "swiglu",
 ]

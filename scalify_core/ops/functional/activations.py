@@ -68,20 +68,6 @@ def _biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 @composite
-def silu(x: jax.Array) -> jax.Array:
-    """Return `x * sigmoid(x)`."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.nn.sigmoid(x32)).astype(x.dtype)
-
-
-@composite
-def relu(x: jax.Array) -> jax.Array:
-    """Return `max(x, 0)`, with gradient 0 at 0."""
-    # The gradient of `jnp.maximum` at 0 is 1/2.
-    return jnp.where(x > 0, x, jnp.zeros_like(x))
-
-
-@composite
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return `silu(gate) * up`, in the dtype of `gate`.
 

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and cross entropy. FP32 inside.
+"""Cross entropy, of logits and of a linear layer. FP32 inside.
 
 Shape legend: N tokens, V vocabulary (may be padded), D model width, C tokens of a
 chunk.
@@ -19,16 +19,6 @@ from scalify_core.ops.composite import composite
 # the FP32 gradient of the whole head, so there are fewer.
 _CHUNK_BYTES, _CUDA_CHUNK_BYTES = 2**26, 2**28
 _LOWEST = -1e30
-
-
-def softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Return `exp(x) / sum(exp(x))` along `axis`, in the dtype of `x`."""
-    return _softmax(x, axis=axis)
-
-
-def log_softmax(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Return `x - log(sum(exp(x)))` along `axis`, in the dtype of `x`."""
-    return _log_softmax(x, axis=axis)
 
 
 def linear_cross_entropy(
@@ -103,16 +93,6 @@ class _Settings(NamedTuple):
             top = float(jnp.finfo(logits.dtype).max)
             logits = jnp.clip(logits.astype(jnp.float32), -top, top)
         return _mask_padding(logits if scale == 1 else logits * scale, self.vocab_size)
-
-
-@composite(name="softmax")
-def _softmax(x: jax.Array, *, axis: int) -> jax.Array:
-    return jax.nn.softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
-
-
-@composite(name="log_softmax")
-def _log_softmax(x: jax.Array, *, axis: int) -> jax.Array:
-    return jax.nn.log_softmax(x.astype(jnp.float32), axis=axis).astype(x.dtype)
 
 
 @composite

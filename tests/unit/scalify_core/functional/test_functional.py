@@ -77,10 +77,7 @@ CASES = {
         lambda x, b: jax.nn.gelu(x + b[None, None], approximate=True),
         (X, B),
     ),
-    "relu": (sc.functional.relu, jax.nn.relu, (X,)),
     "swiglu": (sc.functional.swiglu, lambda g, u: jax.nn.silu(g) * u, (X, X[::-1])),
-    "softmax": (sc.functional.softmax, jax.nn.softmax, (X,)),
-    "log_softmax": (sc.functional.log_softmax, jax.nn.log_softmax, (X,)),
     "attention_more_keys": (
         lambda *a: sc.functional.attention(*a, causal=False),
         full_attention(causal=False),
