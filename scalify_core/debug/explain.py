@@ -204,7 +204,7 @@ class Recorder(precision_warnings.Observer):
         if (
             out.row is not None
             and out.figures is not None
-            and precision_warnings.beside_lost(v.logical(x.value), v.logical(made)) > 0
+            and precision_warnings.beside_lost(v.logical(x.value), v.logical(made))
         ):
             out.row.see(out.figures, out.when, loses=True)
         return out
@@ -449,7 +449,7 @@ class Casts:
         # Its own casts must not be observed.
         with precision_warnings.watching(None):
             lost, dtype = (
-                precision_warnings.losses(unrounded, rounded_values),
+                precision_warnings.losses(unrounded, rounded_values, rounded_values),
                 str(rounded_values.dtype),
             )
             # Under a vmap of the equation, losses are known only when it runs.
@@ -462,8 +462,8 @@ class Casts:
 
     def lost(self) -> tuple[float, float, float]:
         # A rule may cast several operands: the worst of them counts.
-        largest = np.max([np.zeros(3), *(x for _, x in self._seen)], axis=0)
-        norm, share, saturated = largest.tolist()
+        largest = np.max([np.zeros(4), *(x for _, x in self._seen)], axis=0)
+        norm, share, _, saturated = largest.tolist()
         return norm, share, saturated
 
 

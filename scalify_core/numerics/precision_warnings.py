@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 LOST = 0.01  # reported share of a tensor's norm, flushed, rounded or saturated
 # Reported share of an argument's elements; fewer may be inexact zeros, as cos(pi / 2).
@@ -58,37 +57,41 @@ def watching(watch: Callable[[Any, Any], None] | None) -> Iterator[None]:
 
 
 @jax.jit
-def losses(unrounded: Any, narrowed: Any) -> jax.Array:
-    """Return the losses of a rounding, FP32 [3]; it can be traced.
+def losses(unrounded: Any, narrowed: Any, value: Any) -> jax.Array:
+    """Return the losses of a rounding, FP32 [4]; it can be traced.
 
-    They are the shares of the norm and of the nonzero elements that become zero, and
-    the share of finite elements that saturate.
+    They are the shares of the norm and of the elements that become zero, and the shares
+    of the norm and of the elements that saturate. `value` is the array `narrowed` in
+    the units of `unrounded`.
     """
-    x, y = jnp.abs(jnp.asarray(unrounded, jnp.float32)), jnp.asarray(narrowed)
-    limit = float(jnp.finfo(y.dtype).max)
-    # An infinity, as of a mask, is no loss of the rounding.
-    finite = jnp.isfinite(x)
-    peak = jnp.max(jnp.where(finite, x, 0), initial=0.0)
-    # Squares of small numbers would underflow FP32.
-    x_unit = jnp.where(finite, x, 0) / jnp.where(peak > 0, peak, 1)
-    flushed = (x > 0) & (y == 0)
-    squares = jnp.square(x_unit)
-    # All zeros lose nothing; 0 / 0 would be NaN.
-    norm = jnp.sqrt(
-        jnp.sum(squares, where=flushed)
-        / jnp.maximum(jnp.sum(squares), np.float32(1e-30))
+    x, y, value = (
+        jnp.abs(jnp.asarray(a, jnp.float32)) for a in (unrounded, narrowed, value)
     )
-    share = jnp.sum(flushed) / jnp.maximum(jnp.sum(x > 0), 1)
-    saturated = jnp.sum((x > limit) & jnp.isfinite(y)) / max(x.size, 1)
-    return jnp.stack([norm, share, saturated]).astype(jnp.float32)
+    # An infinity, as of a mask, is no loss of the rounding.
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    # In units of the largest: squares of small numbers would underflow FP32.
+    peak = jnp.max(finite, initial=0.0)
+    unit = jnp.where(peak > 0, peak, 1)
+    size = jnp.maximum(jnp.linalg.norm(finite / unit), 1)  # 1: of zeros
+
+    def shares(lost: jax.Array, off: jax.Array) -> list[jax.Array]:
+        """Return the shares of the norm and of the elements."""
+        norm = jnp.linalg.norm(jnp.where(lost, off / unit, 0))
+        return [norm / size, jnp.sum(lost) / max(x.size, 1)]
+
+    # The largest number of a format may also be the right one.
+    saturated = (y == float(jnp.finfo(narrowed.dtype).max)) & (x > value)
+    return jnp.stack(
+        [*shares((x > 0) & (y == 0), finite), *shares(saturated, finite - value)]
+    )
 
 
 @jax.jit
 def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
-    """Return the share of small elements, if they are off by more than 1% (FP32).
+    """Return whether small elements are off by more than 1%.
 
-    Elements are small 14 octaves below the largest. It is 0 where more elements lie 6
-    to 14 octaves below the largest: the small ones are then the tail of a distribution.
+    Elements are small 14 octaves below the largest. They do not count where more
+    elements lie 6 to 14 octaves below it: they are then the tail of a distribution.
     Arguments are the array, and the logical value of its stored form.
     """
     x, y = (jnp.asarray(a, jnp.float32) for a in (unrounded, narrowed))
@@ -104,8 +107,7 @@ def beside_lost(unrounded: Any, narrowed: Any) -> jax.Array:
     unit = jnp.where(largest > 0, largest, 1)
     off, size = (jnp.sum(jnp.square(jnp.where(small, a / unit, 0))) for a in (x - y, x))
     # `not <=`: a NaN counts as lost.
-    lost = (count > between) & ~(off <= LOST**2 * size)
-    return jnp.where(lost, count / max(x.size, 1), 0.0).astype(jnp.float32)
+    return (count > between) & ~(off <= LOST**2 * size)
 
 
 def warn_of_losses(name: str, x: Any, data: Any, value: Callable[[], Any]) -> None:
@@ -121,7 +123,7 @@ def warn_of_losses(name: str, x: Any, data: Any, value: Callable[[], Any]) -> No
         or any(isinstance(a, jax.core.Tracer) for a in (x, data))
     ):
         return
-    flushed, saturated = _not_held(x, data, value())
+    _, flushed, saturated, _ = losses(x, data, value()).tolist()
     if flushed > ENTERING:
         _warn_once(
             f"{name}: more than a tenth of its elements become zeros in {data.dtype} at"
@@ -139,26 +141,6 @@ def warn_of_losses(name: str, x: Any, data: Any, value: Callable[[], Any]) -> No
 
 def _warn_once(text: str) -> None:
     warnings.warn_explicit(text, PrecisionWarning, "scalify", 0, registry=_warned)
-
-
-@jax.jit
-def _not_held(
-    x: jax.Array, data: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the share of the elements that become zero, and of the norm that
-    saturates.
-    """
-    x = jnp.asarray(x, jnp.float32)
-    # The largest number of a format may also be the right one: what counts is how far
-    # `value` is off.
-    clipped = jnp.isfinite(x) & (jnp.abs(data) == jnp.finfo(data.dtype).max)
-    finite = jnp.where(jnp.isfinite(x), x, 0)
-    # In units of the largest, so that no square overflows.
-    unit = jnp.maximum(jnp.max(jnp.abs(finite)), jnp.finfo(jnp.float32).tiny)
-    rest = jnp.sum(jnp.square(jnp.where(clipped, (x - value) / unit, 0)))
-    return jnp.mean((x != 0) & (data == 0)), jnp.sqrt(
-        rest / jnp.maximum(jnp.sum(jnp.square(finite / unit)), 1)
-    )
 
 
 def unreadable(where: str, names: Sequence[str]) -> None:
