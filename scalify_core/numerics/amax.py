@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.formats import FloatFormat, pow2_inverse
+from scalify_core.numerics.formats import FloatFormat, as_float32, pow2_inverse
 from scalify_core.numerics.scales import LEAST_NONZERO_SCALE
 
 # For each axis, the number of parts that have their own scale: 1, or the axis's size.
@@ -28,15 +28,6 @@ _ZEROS = np.int32(1 << _MANTISSA)  # the bits of 2^-126, the scale of zeros
 # reads the data may take its RMS for 1: in FP16 that leaves 9 octaves above, and 31
 # below.
 RESULT_TOP = 6
-
-
-def top_of(dtype: np.dtype) -> int:
-    """Return the exponent of an operand's largest stored magnitude.
-
-    It is one octave below the format's largest. An operand is multiplied and added up
-    in FP32, never in its own format, so the full range serves its smaller elements.
-    """
-    return int(np.log2(FloatFormat.of(dtype).max)) - 1
 
 
 def unit_of(x: jax.Array, top: int, parts: Parts = ()) -> jax.Array:
@@ -75,18 +66,21 @@ def _peaks(x: jax.Array, parts: Parts) -> jax.Array:
     return lax.reshape(lax.reduce(x, _ZEROS, lax.max, common), parts)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def measured(
-    x: jax.Array, dtype: np.dtype, top: int, parts: Parts
+    x: jax.Array, dtype: np.dtype, parts: Parts = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """Return data in `dtype`, and the FP32 scale.
+    """Return data in `dtype`, and the FP32 scale that brings the largest to its top.
 
-    Infinities and NaN are preserved, and do not count in the scale.
+    Infinities and NaN stay not finite, and do not count in the scale.
     """
+    x = as_float32(x)
     # XLA's CPU backend would compile its producers twice, for the peak and for the
     # cast, and the scale in each kernel that reads it: a fifth of all instructions.
     (x,) = compiler_hints.materialize_once(x)
-    (scale,) = compiler_hints.materialize_once(unit_of(x, top, parts))
+    (scale,) = compiler_hints.materialize_once(
+        unit_of(x, FloatFormat.of(dtype).top, parts)
+    )
     return divided(x, scale, dtype), scale
 
 
@@ -123,7 +117,7 @@ def lower(x: jax.Array, unit: jax.Array, dtype: np.dtype) -> jax.Array:
     counts = (lax.convert_element_type(each, jnp.int32) for each in (loses, between))
     more = lax.reduce_sum(lax.sub(*counts), range(x.ndim))
     full = lax.max(
-        lax.mul(unit, np.float32(2.0 ** (RESULT_TOP - top_of(dtype)))),
+        lax.mul(unit, np.float32(2.0 ** (RESULT_TOP - fmt.top))),
         lax.min(unit, np.float32(LEAST_NONZERO_SCALE)),
     )
     return lax.select(lax.gt(more, np.int32(0)), full, unit)

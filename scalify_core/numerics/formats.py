@@ -136,6 +136,16 @@ class FloatFormat:
         return 2.0 ** (self.bias + 1) * (2 - 2 * self.epsilon)
 
     @property
+    def top(self) -> int:
+        """Return the exponent of an operand's largest magnitude at a measured scale.
+
+        It is one octave below the format's largest. An operand is multiplied and added
+        up in FP32, never in its own format, so the full range serves its smaller
+        elements.
+        """
+        return int(math.log2(self.max)) - 1
+
+    @property
     def min_normal(self) -> float:
         """Return the smallest positive normal number."""
         return 2.0 ** (1 - self.bias)

@@ -29,14 +29,13 @@ import numpy as np
 from jax import lax
 
 from scalify_core.numerics import compiler_hints
+from scalify_core.numerics.amax import measured
 from scalify_core.numerics.formats import (
     E4M3,
     E5M2,
     FP16,
-    MIN_SCALE_EXPONENT,
     FloatFormat,
     is_float,
-    pow2_floor,
 )
 from scalify_core.ops.composite import composite
 
@@ -204,7 +203,7 @@ class Fp8DotGeneral:
         Under `scalify` it is the data of a ScaledArray, whose scale comes on top.
         """
         if self.current_scaling:
-            return _cast_at_amax(rhs, E4M3)
+            return measured(rhs, E4M3.dtype)
         return _cast(rhs, E4M3), 1.0
 
     @property
@@ -286,7 +285,7 @@ def _forward(
         lhs8, rhs8 = _cast(lhs, E4M3), _cast(rhs, E4M3)
         out = dot_fp8(lhs8, rhs8, product.dims, product.dtypes[2], fast=True)
         return out, (lhs8, rhs8)
-    (lhs8, lhs_scale), (rhs8, rhs_scale) = (_cast_at_amax(x, E4M3) for x in (lhs, rhs))
+    (lhs8, lhs_scale), (rhs8, rhs_scale) = (measured(x, E4M3.dtype) for x in (lhs, rhs))
     dot = functools.partial(dot_fp8, lhs8, rhs8, product.dims, fast=True)
     out = _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale)
     return out, (lhs8, rhs8, lhs_scale, rhs_scale)
@@ -303,7 +302,7 @@ def _backward(
         gradient8 = _cast(gradient, product.gradient)
         d_lhs = lhs_gradient(gradient8, rhs8, product.dims, lhs_dtype)
         return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, rhs_dtype)
-    gradient8, scale = _cast_at_amax(gradient, product.gradient)
+    gradient8, scale = measured(gradient, product.gradient.dtype)
     lhs_scale, rhs_scale = scales
     of_lhs = functools.partial(lhs_gradient, gradient8, rhs8, product.dims)
     of_rhs = functools.partial(rhs_gradient, lhs8, gradient8, product.dims)
@@ -400,21 +399,6 @@ def _contracted_last(x: jax.Array, contracted: Axes, batch: Axes) -> jax.Array:
 
 def _cast(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     return fmt.cast(x.astype(jnp.float32))
-
-
-def _cast_at_amax(x: jax.Array, fmt: FloatFormat) -> tuple[jax.Array, jax.Array]:
-    """Return `x / scale` in FP8, and the scale of its largest magnitude, FP32."""
-    x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x))
-    # The largest magnitude comes into [128, 256) of E4M3's 448: below the limit after
-    # any rounding.
-    scale = pow2_floor(amax) * (2 / pow2_floor(fmt.max))
-    # The inverse of 2^-133, which would follow from the smallest amax, is infinite.
-    scale = jnp.maximum(scale, 2.0**MIN_SCALE_EXPONENT)
-    # Zeros have no size. An exported kernel of zeros has the scale 1, and no subnormal
-    # number.
-    scale = jnp.where(amax == 0, jnp.float32(1), scale)
-    return fmt.cast(x * (1 / scale)), scale
 
 
 def _scaled(

@@ -60,9 +60,7 @@ def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     fmt: FloatFormat = call.settings["fmt"]
     x = operands[-1]
     data = in_order(call, logical(x))
-    # The top of an operand (`amax.top_of`), which takes dtypes: `fmt` may be a
-    # simulated format without one.
-    unit = amax.unit_of(data, int(np.log2(fmt.max)) - 1)
+    unit = amax.unit_of(data, fmt.top)
     # The inverse of a power of two: exact, where a quotient may be approximate.
     return [like(x, fmt.quantize(data * (1 / unit)) * unit)]
 

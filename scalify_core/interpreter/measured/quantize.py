@@ -35,7 +35,7 @@ def quantized(
     """Return a value in a narrow format, at a measured scale.
 
     The largest finite magnitude is stored in [2^top, 2^(top + 1)), top being
-    `amax.top_of(dtype)`. BF16 has the range of FP32, so its scale is 1.
+    that of its format. BF16 has the range of FP32, so its scale is 1.
 
     Args:
         x: a value, returned as the same object if it is so stored and its parts
@@ -57,7 +57,7 @@ def quantized(
         # more.
         x, data, scale = _measured_masked(x, np.dtype(dtype), limit, parts)
     else:
-        data, scale = amax.measured(x, np.dtype(dtype), amax.top_of(dtype), parts)
+        data, scale = amax.measured(x, np.dtype(dtype), parts)
     return stored_value(_observed(data, x=x, scale=scale), scale)
 
 
@@ -154,7 +154,7 @@ def _measured_masked(
     """
     # On a CPU, XLA would compute `x` again in each kernel that reads it.
     (x,) = compiler_hints.materialize_once(x)
-    fmt, top = FloatFormat.of(dtype), amax.top_of(dtype)
+    fmt = FloatFormat.of(dtype)
     # -inf stays as it is: it has no part in a scale in any case (`unit_of`).
     is_mask = lax.bitwise_and(
         lax.le(x, np.float32(limit)), lax.gt(x, np.float32(-np.inf))
@@ -163,15 +163,17 @@ def _measured_masked(
     rest, masks = lax.select(is_mask, zeros, x), lax.select(is_mask, x, zeros)
     # An operand is read by products alone; a result by anything, so it has octaves to
     # spare above.
-    rest_top = amax.RESULT_TOP if parts is None else top
+    rest_top = amax.RESULT_TOP if parts is None else fmt.top
     of_rest = amax.unit_of(rest, rest_top, parts or ())
-    of_masks = amax.unit_of(masks, top, parts or ())
+    of_masks = amax.unit_of(masks, fmt.top, parts or ())
     furthest = of_rest * np.float32(2.0 ** (rest_top - 4) / fmt.min_normal)
     if parts is None:
         of_rest = amax.lower(rest, of_rest, dtype)
     # A mask of -1024 is enough for logits, and leaves the rest more digits than the
     # mask's own magnitude would.
-    saturating = lax.clamp(of_rest, lax.full_like(of_rest, _MASK / 2.0**top), furthest)
+    saturating = lax.clamp(
+        of_rest, lax.full_like(of_rest, _MASK / 2.0**fmt.top), furthest
+    )
     of_both = lax.select(of_masks > furthest, saturating, lax.max(of_masks, of_rest))
     of_zeros = lax.full_like(of_rest, MIN_SCALE)
     scale = lax.select(of_masks > of_zeros, of_both, of_rest)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from scalify_core.numerics.amax import unit_of
+from scalify_core.numerics.amax import measured
 from scalify_core.numerics.formats import (
     E4M3,
     pow2_floor,
@@ -54,7 +54,6 @@ from scalify_core.ops.attention_blocks import (
 )
 from scalify_core.ops.composite import composite
 
-TOP = 7  # the exponent of an operand's largest magnitude; 448 is 2^8.8
 P_SCALE = 256.0
 # For a result's largest magnitude: at most what saturates nothing, and at least 9
 # octaves above the smallest E4M3 number.
@@ -137,8 +136,8 @@ class Operands(NamedTuple):
     @classmethod
     def quantize(cls, q: jax.Array, k: jax.Array, v: jax.Array) -> "Operands":
         """Round q, k and v."""
-        (q8, q_unit), (k8, k_unit), (v8, v_unit) = map(quantized, (q, k, v))
-        return cls(q8, k8, v8, jnp.stack([q_unit, k_unit, v_unit]))
+        data, units = zip(*(measured(x, E4M3.dtype) for x in (q, k, v)), strict=True)
+        return cls(*data, jnp.stack(units))
 
 
 class Residuals(NamedTuple):
@@ -161,14 +160,6 @@ class Scales(NamedTuple):
 
     ds: jax.Array
     results: jax.Array
-
-
-def quantized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `x` in E4M3, its largest magnitude in [128, 256), and its FP32 unit."""
-    wide = x.astype(jnp.float32)
-    unit = unit_of(wide, TOP)
-    # Infinities become NaN, so that a gradient that is not finite stays so.
-    return E4M3.cast_or_nan(wide * pow2_inverse(unit)), unit
 
 
 def score_gradient_bound(
@@ -196,7 +187,7 @@ def backward_scales(
     many queries attend to raise the last two by the root of their number or more.
     """
     bound = score_gradient_bound(operands.v, gradient, logit_scale)
-    top = 2.0 ** (TOP + 1)
+    top = 2.0 ** (E4M3.top + 1)
     units = operands.units[:2][::-1]  # dQ has that of k, dK that of q
     targets = jnp.float32([DQ_TARGET, DK_TARGET]) / top
     # One division after the other: the product of bound and unit may leave FP32.
@@ -223,7 +214,7 @@ def settled(guesses: jax.Array, amax: jax.Array, largest: jax.Array) -> jax.Arra
     amax = jnp.where((largest > 0) & (largest < low), largest / guesses, amax)
     is_measured = jnp.isfinite(amax) & (amax > 0)
     is_wrong = is_measured & ((largest < low) | is_large)
-    return jnp.where(is_wrong, pow2_floor(2.0**TOP / amax), guesses)
+    return jnp.where(is_wrong, pow2_floor(2.0**E4M3.top / amax), guesses)
 
 
 @composite(name="fp8_attention")
@@ -273,7 +264,7 @@ def _backward(
     **_: Any,
 ) -> tuple[jax.Array, ...]:
     operands, out, log_norm = residuals
-    rounded, unit = quantized(gradient)
+    rounded, unit = measured(gradient, E4M3.dtype)
     scales = backward_scales(operands, rounded, logit_scale)
     qh, kh, vh, gh, oh = (
         heads_first(x).astype(jnp.float32) for x in (*operands[:3], rounded, out)
@@ -383,7 +374,7 @@ def _cuda_backward(
     if simulate:
         return _backward(residuals, gradient, **settings)
     operands, out, log_norm = residuals
-    rounded, unit = quantized(gradient)
+    rounded, unit = measured(gradient, E4M3.dtype)
     scales = backward_scales(operands, rounded, settings["logit_scale"])
     kernel = functools.partial(
         cudnn.backward,

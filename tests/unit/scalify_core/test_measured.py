@@ -33,7 +33,6 @@ from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.products import reads_in
 from scalify_core.interpreter.value import logical
-from scalify_core.numerics import amax
 from scalify_core.numerics.formats import BF16, E4M3, FP16
 from scalify_core.ops.functional import attention
 
@@ -234,7 +233,7 @@ def test_stored_data_fills_its_format_without_saturating(fmt):
         assert_allclose(logical(actual), x, atol=limit)
         if fmt is not BF16:
             peak = float(jnp.abs(actual.data.astype(jnp.float32)).max())
-            top = 2.0 ** amax.top_of(fmt.dtype)
+            top = 2.0**fmt.top
             assert top <= peak <= 2 * top <= fmt.max
     assert_array_equal(logical(quantize.quantized(jnp.zeros(4), fmt.dtype)), 0)
     assert quantize.quantized(jnp.zeros((0, 3)), fmt.dtype).shape == (0, 3)

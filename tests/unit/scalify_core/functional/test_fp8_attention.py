@@ -11,13 +11,14 @@ from beside_plain import normal
 from numpy.testing import assert_allclose, assert_array_equal
 
 import scalify_core as sc
+from scalify_core.numerics.amax import measured
 from scalify_core.numerics.formats import E4M3
 from scalify_core.ops.functional import attention, fp8_attention
 
 # `functional.fp8_attention` is the function
 module = sys.modules[fp8_attention.__module__]
 U = E4M3.epsilon / 2  # relative error of a rounding
-quantized, settled = jax.jit(module.quantized), jax.jit(module.settled)
+settled = jax.jit(module.settled)
 backward_scales = jax.jit(module.backward_scales, static_argnums=2)
 score_gradient_bound = jax.jit(module.score_gradient_bound, static_argnums=2)
 HALF_STEP = E4M3.min_subnormal / 2  # absolute error of a rounding
@@ -35,7 +36,7 @@ def operands(name):
 
 def rounded(x):
     """The values that are multiplied, and their unit."""
-    data, unit = quantized(x)
+    data, unit = measured(x, E4M3.dtype)
     return np.asarray(data, np.float64) * float(unit), float(unit)
 
 
@@ -103,7 +104,7 @@ def test_output_and_gradients_are_within_the_bounds_of_their_roundings(name):
 
 def pow2_of_bound(v, g, logit_scale):
     """The factor of the logits' gradients, in units of the data."""
-    v8, g8 = (quantized(x)[0] for x in (v, g))
+    v8, g8 = (measured(x, E4M3.dtype)[0] for x in (v, g))
     bound = float(score_gradient_bound(v8, g8, logit_scale))
     return 2.0 ** np.floor(np.log2(E4M3.max / bound))
 
@@ -170,7 +171,7 @@ def test_a_key_that_all_queries_see_gets_its_gradient_at_another_scale():
     q, k, v = (jnp.zeros((1, 128, 1, 16)) for _ in range(3))
     q, k = q.at[..., 0].set(16.0), k.at[0, 0, 0, 0].set(64.0)
     g = jnp.ones_like(q)
-    given, made = quantized(g)[0], 128 * 128.0  # in units of the data
+    given, made = measured(g, E4M3.dtype)[0], 128 * 128.0  # in units of the data
     units = jnp.ones(3, jnp.float32)
     scales = backward_scales(module.Operands(given, given, given, units), given, 0.25)
     assert made * float(scales.results[2]) > E4M3.max
@@ -207,7 +208,7 @@ def test_no_gradient_of_a_logit_saturates():
     zeros, g = jnp.zeros((1, 1, 1, 3)), v[:, 1:] * 3
     for logit_scale in (0.25, 1.0):
         rounded_operands = module.Operands.quantize(zeros, zeros, v)
-        g8 = quantized(g)[0]
+        g8 = measured(g, E4M3.dtype)[0]
         bound = float(score_gradient_bound(rounded_operands.v, g8, logit_scale))
         scales = backward_scales(rounded_operands, g8, logit_scale)
         data = (np.asarray(x, np.float64) for x in (rounded_operands.v, g8))
