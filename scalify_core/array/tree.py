@@ -20,6 +20,7 @@ from scalify_core.array.scaled_array import (
     with_valid_scales,
 )
 from scalify_core.numerics.formats import is_float
+from scalify_core.numerics.scales import rms_of
 
 
 def map_arrays(fun: Callable, tree: Any, *rest: Any) -> Any:
@@ -170,16 +171,9 @@ def global_norm(tree: Any) -> jax.Array:
     """
     tree = readable(tree, "tree.global_norm")
     values = [jnp.asarray(value_of(x)) for x in leaves(tree)]
-    values = [x.astype(jnp.float32) for x in values if is_float(x)]
-    if values:
-        # The square of a number beyond 2^64 is infinite in FP32.
-        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in values]))
-    else:
-        largest = jnp.float32(0)
-    # Infinity over infinity would be NaN, and so would zero over zero.
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    squares = [jnp.sum(jnp.square(x / unit)) for x in values]
-    return unit * jnp.sqrt(sum(squares, jnp.float32(0)))
+    norms = [rms_of(x) * x.size**0.5 for x in values if is_float(x) and x.size]
+    # Each norm once more in units of the largest: its square may be beyond FP32, too.
+    return rms_of(jnp.stack(norms)) * len(norms) ** 0.5 if norms else jnp.float32(0)
 
 
 def register_flax() -> None:
