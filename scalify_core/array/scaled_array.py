@@ -335,11 +335,10 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
         TypeError: differentiated with respect to a ScaledArray, other than a result of
             a scalified function in FP32 or BF16.
     """
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled_array)
-    checked = with_valid_scales("asarray", leaves, functools.partial(paths, tree))
-    return structure.unflatten(
-        [_unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x for x in checked]
+    return jax.tree.map(
+        lambda x: _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x,
+        with_valid_scales("asarray", tree),
+        is_leaf=is_scaled_array,
     )
 
 
@@ -350,57 +349,63 @@ def paths(tree: Any) -> list[str]:
 
 
 def with_valid_scales(
-    where: str, leaves: Sequence[Any], names: Callable[[], Sequence[str]]
-) -> list[Any]:
-    """Return the leaves of a tree; ScaledArrays with an invalid scale read as NaN.
+    where: str, tree: Any, names: Callable[[], Sequence[str]] | None = None
+) -> Any:
+    """Return a tree; ScaledArrays with an invalid scale read as NaN.
 
     A `PrecisionWarning` names those whose numbers are at hand: not tracers, nor arrays
     with shards on other hosts. There a scale of zero is invalid, unless all of the data
     is zero. Zero is the difference of two equal scales, and `jnp.zeros_like` of a
     scale.
+
+    Args:
+        where: the beginning of the warning.
+        tree: any pytree.
+        names: gives the names of its leaves; None: their paths.
     """
-    out, unread = list(leaves), _unreadable_at_hand(leaves)
-    if unread:
-        named = names()
-        precision_warnings.unreadable(where, [named[i] for i in unread])
-    for i, x in enumerate(leaves):
-        if i in unread:
-            out[i] = with_scale(x.data, jnp.full_like(x.scale, np.nan))
-        # Under jit no number is known: the check is part of the program.
-        elif is_scaled_array(x) and isinstance(x.scale, jax.core.Tracer):
-            out[i] = with_scale(
-                x.data, checked_scale(jnp.asarray(x.scale, jnp.float32))
-            )
-    return out
-
-
-def _unreadable_at_hand(leaves: Sequence[Any]) -> set[int]:
-    at_hand = {i: x for i, x in enumerate(leaves) if _is_at_hand(x)}
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled_array)
+    dynamic = {
+        i: x for i, x in enumerate(leaves) if is_scaled_array(x) and not x.is_static
+    }
     # One transfer for all: each waits for the device.
-    scales = jax.device_get([x.scale for x in at_hand.values()])
-    unreadable = set()
-    for i, scale in zip(at_hand, scales, strict=True):
-        scale = np.asarray(scale, np.float32)
-        # NaN reads as NaN already.
-        if np.all((np.frexp(scale)[0] == 0.5) | np.isnan(scale)):
-            continue
-        if np.any(scale) or np.any(jax.device_get(at_hand[i].data)):
-            unreadable.add(i)
-    return unreadable
+    scales = jax.device_get(
+        {
+            i: x.scale
+            for i, x in dynamic.items()
+            if _is_at_hand(x.data) and _is_at_hand(x.scale)
+        }
+    )
+    unread = [i for i, scale in scales.items() if not _is_valid(scale, leaves[i].data)]
+    if unread:
+        named = names() if names else paths(tree)
+        precision_warnings.unreadable(where, [named[i] for i in unread])
+    for i, x in dynamic.items():
+        if i in unread:
+            leaves[i] = with_scale(x.data, jnp.full(np.shape(x.scale), np.nan))
+        # Under jit no number is known: the check is part of the program.
+        elif isinstance(x.scale, jax.core.Tracer):
+            scale = checked_scale(jnp.asarray(x.scale, jnp.float32))
+            leaves[i] = with_scale(x.data, scale)
+    return structure.unflatten(leaves)
+
+
+def _is_valid(scale: Any, data: Any) -> bool:
+    """Return whether numbers on the host can be the scale of this data."""
+    scale = np.asarray(scale, np.float32)
+    # NaN reads as NaN already.
+    if np.all((np.frexp(scale)[0] == 0.5) | np.isnan(scale)):
+        return True
+    return not (np.any(scale) or np.any(jax.device_get(data)))
 
 
 def _is_at_hand(x: Any) -> bool:
-    if not is_scaled_array(x) or x.is_static:
-        return False
-    leaves = (x.data, x.scale)
-    return all(
-        isinstance(y, (jax.Array, np.ndarray, np.generic))
-        and not isinstance(y, jax.core.Tracer)
-        and jnp.issubdtype(y.dtype, jnp.floating)
-        # Shards of other processes cannot be read here.
-        and getattr(y, "is_fully_addressable", True)
-        for y in leaves
+    """Return whether the numbers of an array can be read here and now."""
+    is_known = isinstance(x, jax.typing.ArrayLike) and not isinstance(
+        x, jax.core.Tracer
     )
+    # Shards of other processes cannot be read here.
+    return is_known and getattr(x, "is_fully_addressable", True)
 
 
 # No stop_gradient: its zeros would train nothing, without a word.
@@ -503,11 +508,7 @@ def check_known(scale: Any) -> None:
             f"scale is {scale!r}, expected a power of two or an FP32 array; a dtype is"
             " given by its name, dtype=..."
         )
-    if (
-        isinstance(scale, jax.Array)
-        and not isinstance(scale, jax.core.Tracer)
-        and scale.is_fully_addressable
-    ):
+    if scale is not None and _is_at_hand(scale):
         check_powers(scale)
 
 

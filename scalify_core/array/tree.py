@@ -1,7 +1,6 @@
 """Functions of pytrees in which a ScaledArray is one leaf, and not two."""
 
 import dataclasses
-import functools
 import importlib
 import struct
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from jax import export
 from scalify_core.array.scaled_array import (
     ScaledArray,
     is_scaled_array,
-    paths,
     value_of,
     with_scale,
     with_valid_scales,
@@ -42,17 +40,6 @@ def arrays_of(tree: Any) -> list[Any]:
     """Return the leaves of a tree, numbers of Python as arrays."""
     # Optax takes numbers of Python among parameters and gradients.
     return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(tree)]
-
-
-def readable(tree: Any, where: str) -> Any:
-    """Return a tree of arrays; those with a scale that is no power of two read as NaN.
-
-    A `PrecisionWarning` names them, see `with_valid_scales`; `where` is its beginning.
-    """
-    names = functools.partial(paths, tree)
-    return structure_of(tree).unflatten(
-        with_valid_scales(where, arrays_of(tree), names)
-    )
 
 
 # For the moments' scales: two layers of 124M take 390 kernels on an H200, where one
@@ -169,7 +156,7 @@ def global_norm(tree: Any) -> jax.Array:
     Args:
         tree: ScaledArrays and plain arrays; others are left out.
     """
-    tree = readable(tree, "tree.global_norm")
+    tree = with_valid_scales("tree.global_norm", tree)
     values = [jnp.asarray(value_of(x)) for x in leaves(tree)]
     norms = [rms_of(x) * x.size**0.5 for x in values if is_float(x) and x.size]
     # Each norm once more in units of the largest: its square may be beyond FP32, too.

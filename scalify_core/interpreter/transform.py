@@ -123,7 +123,7 @@ def scalify(
 
 def _checked(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:
     """Return the arguments; scaled ones can no longer be differentiated."""
-    out = with_valid_scales("argument", leaves, names)
+    out: list[Any] = with_valid_scales("argument", leaves, names)
     traced_leaves = {
         i: x for i, x in enumerate(out) if is_scaled_array(x) and _is_traced(x)
     }

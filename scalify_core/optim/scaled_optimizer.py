@@ -44,8 +44,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from scalify_core.array.scaled_array import as_scaled_array, is_scaled_array, with_scale
-from scalify_core.array.tree import map_arrays, readable
+from scalify_core.array.scaled_array import (
+    as_scaled_array,
+    is_scaled_array,
+    with_scale,
+    with_valid_scales,
+)
+from scalify_core.array.tree import map_arrays
 from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import FP32, FloatFormat, is_float
@@ -146,7 +151,9 @@ def scaled_state(
         leaf_indices: Any = None,
         **extra: Any,
     ) -> tuple[Any, ScaledOptState]:
-        updates, params = (readable(x, "scaled_state") for x in (updates, params))
+        updates, params = (
+            with_valid_scales("scaled_state", x) for x in (updates, params)
+        )
 
         def advance(updates: Any, inner_state: Any) -> tuple[Any, list[Any], Any]:
             arrays, plans, treedef = flatten(inner_state, stored)
@@ -194,7 +201,9 @@ def scaled_state(
         inner_state = treedef.unflatten(inputs[: len(old)])
         gradients = inputs[len(old) :]
         large = {
-            i: x for i, x in enumerate(gradients) if x.size >= LARGE and not stacks[i]
+            i: x
+            for i, x in enumerate(gradients)
+            if np.size(x) >= LARGE and not stacks[i]
         }
         (large, inner_state, small), known = recompute_barrier(
             (large, inner_state, small), scales.numbers

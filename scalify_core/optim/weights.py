@@ -22,12 +22,12 @@ from scalify_core.array.scaled_array import (
     is_scaled_array,
     value_of,
     with_scale,
+    with_valid_scales,
 )
 from scalify_core.array.tree import (
     arrays_of,
     leaves,
     map_arrays,
-    readable,
     structure_of,
 )
 from scalify_core.numerics import compiler_hints
@@ -133,7 +133,8 @@ def moving_average(
     if structure_of(params) != structure:
         raise ValueError("weights.moving_average: params is not a tree like average")
     old, new = (
-        leaves(readable(x, "weights.moving_average")) for x in (average, params)
+        leaves(with_valid_scales("weights.moving_average", x))
+        for x in (average, params)
     )
     # As an update: data at two scales cannot be averaged, and the rounding is that of
     # parameters.
@@ -179,7 +180,7 @@ def apply_with_compensation(
     structure = structure_of(params)
     # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
     # which makes invalid scales.
-    updates = readable(updates, "weights.apply_updates, the update")
+    updates = with_valid_scales("weights.apply_updates, the update", updates)
     old, changes = arrays_of(params), _beside(structure, updates, "updates")
     indices: Sequence[Any] = range(len(old))
     if leaf_indices is not None:
