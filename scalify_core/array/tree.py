@@ -1,8 +1,7 @@
 """Functions of pytrees in which a ScaledArray is one leaf, and not two."""
 
 import dataclasses
-import importlib
-import struct
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -163,50 +162,11 @@ def global_norm(tree: Any) -> jax.Array:
     return rms_of(jnp.stack(norms)) * len(norms) ** 0.5 if norms else jnp.float32(0)
 
 
-def register_flax() -> None:
-    """Let `flax.serialization` store ScaledArrays, as `{"data": ..., "scale": ...}`.
-
-    Call it once. This library does not import Flax by itself. A static scale comes back
-    as that of the target, `from_bytes(target, ...)`, if the target's is static.
-
-    Raises:
-        ImportError: Flax is not installed.
-    """
-    serialization = importlib.import_module("flax.serialization")
-
-    def to_state(x: ScaledArray) -> dict[str, Any]:
-        scale = jnp.float32(x.scale) if x.is_static else x.scale
-        return {"data": x.data, "scale": scale}
-
-    def from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
-        scale = state["scale"]
-        # A scale in NumPy would be static.
-        new = float(scale) if target.is_static else jnp.asarray(scale)
-        return ScaledArray(state["data"], new)
-
-    # A second call, as from another notebook cell, is no error.
-    serialization.register_serialization_state(
-        ScaledArray, to_state, from_state, override=True
-    )
-
-
-def _scale_to_bytes(scale: float | None) -> bytes:
-    if scale is None:
-        return b""
-    # One order of bytes: an exported program is loaded on other machines.
-    return struct.pack("<d", scale)
-
-
-def _scale_of_bytes(data: bytes) -> float | None:
-    if data:
-        return struct.unpack("<d", data)[0]
-    return None
-
-
 # A serialized program names the structure of its arguments.
 export.register_pytree_node_serialization(
     ScaledArray,
     serialized_name="scalify_core.ScaledArray",
-    serialize_auxdata=_scale_to_bytes,
-    deserialize_auxdata=_scale_of_bytes,
+    # JSON has each power of two exactly, and null for a scale that is a leaf.
+    serialize_auxdata=lambda scale: json.dumps(scale).encode(),
+    deserialize_auxdata=json.loads,
 )

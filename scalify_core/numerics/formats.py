@@ -394,20 +394,16 @@ def bits_of_words(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
     """Return `counter_bits` of words made for all arrays of a tree at once.
 
     On a GPU these words are one kernel. Words `[n, 2]` belong to the n parts of an
-    array along its first axis, whose elements are numbered separately.
+    array along its first axis, whose elements are numbered separately. Elements 2^32
+    apart have the same bits.
     """
     if words.ndim == 2:
         return jax.vmap(lambda pair: bits_of_words(shape[1:], pair))(words)
     u32 = jnp.uint32
-    if math.prod(shape) >= 2**32:
-        # More than 32 bits can number: each part along the first axis has own words.
-        parts = lax.iota(u32, shape[0])
-        words = jnp.stack([_mix(word ^ parts) for word in (words[0], words[1])], -1)
-        return bits_of_words(shape, words)
     index = jnp.zeros(shape, u32)
     for axis in range(len(shape)):
         index = index + lax.broadcasted_iota(u32, shape, axis) * u32(
-            math.prod(shape[axis + 1 :])
+            math.prod(shape[axis + 1 :]) % 2**32
         )
     # Two rounds, with a key word before each: with one, two steps would draw shifted
     # copies of one sequence.

@@ -261,25 +261,6 @@ def _jitted_call(call: CompositeCall) -> Any:
     return jax.jit(fun)
 
 
-@composite_p.def_impl
-def _impl(*operands: jax.Array, jaxpr: Any, call: CompositeCall) -> Sequence[jax.Array]:
-    # Without jit the compiled function would call itself for ever.
-    with jax.disable_jit(False):
-        return _compiled(jaxpr, call)(*operands)
-
-
-@per_jaxpr
-def _compiled(jaxpr: Any, call: CompositeCall) -> Callable:
-    """Return the compiled function of calls outside jit.
-
-    There is one for each shape, not one for each call.
-    """
-    jaxpr_ref = weakref.ref(jaxpr)
-    return jax.jit(
-        lambda *operands: composite_p.bind(*operands, jaxpr=jaxpr_ref(), call=call)
-    )
-
-
 @composite_p.def_abstract_eval
 def _abstract_eval(*_: Any, jaxpr: Any, call: CompositeCall) -> Sequence[Any]:
     # A number of Python as a result is an array like others. Weakly typed, it would
@@ -336,6 +317,8 @@ def _batch(
     return out, [0] * len(out)
 
 
+# Compiled, as any primitive outside of jit: its CUDA function is chosen there.
+composite_p.def_impl(functools.partial(dispatch.apply_primitive, composite_p))
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower))
 mlir.register_lowering(composite_p, mlir.lower_fun(_lower_cuda), platform="cuda")
 # cuDNN's attention, which stands in a cuda lowering, asks for the devices it is

@@ -17,6 +17,7 @@ References:
     (https://arxiv.org/abs/2209.05433).
 """
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -45,9 +46,11 @@ from scalify_core.ops.composite import composite
 MULTIPLE = 16
 
 Axes = tuple[int, ...]
+Sizes = tuple[int, int, int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
+@dataclasses.dataclass(eq=False)
 class Fp8DotGeneral:
     """`jax.lax.dot_general` in FP8, for the `dot_general` argument of Flax layers.
 
@@ -82,44 +85,32 @@ class Fp8DotGeneral:
         skipped: those of the other products.
     """
 
-    def __init__(
-        self,
-        name: str = "fp8_dot_general",
-        *,
-        current_scaling: bool = False,
-        keep_rhs: bool = False,
-        rhs_gradient: Any = None,
-        gradient: FloatFormat = E5M2,
-    ) -> None:
-        """Raise ValueError for another format of the gradient."""
-        if gradient not in (E4M3, E5M2):
-            raise ValueError(
-                f"{name}: the gradient of an FP8 product is cast to e5m2 or e4m3, not"
-                f" {gradient}"
-            )
-        self.name = name
-        self.current_scaling = current_scaling
-        # At 124M 1005 kernels a step with it, 1053 without, for 0.08 GiB; at 1558M the
-        # copies are 1.37 GiB.
-        self.keep_rhs = keep_rhs
-        # A scan would stack the gradients in 16 bits, and cast the stack behind the
-        # loop: 45 GiB at 7B, in place of 33.
-        if rhs_gradient is None:
-            self.rhs_gradient = None
-        else:
-            self.rhs_gradient = str(jnp.dtype(rhs_gradient))
-        # E4M3 halves the rounding error at the same speed, where 18 octaves hold the
-        # gradients.
-        self.gradient = gradient
-        self.converted: set[tuple[int, int, int]] = set()
-        self.skipped: set[tuple[int, int, int]] = set()
+    name: str = "fp8_dot_general"
+    _: dataclasses.KW_ONLY
+    current_scaling: bool = False
+    # At 124M 1005 kernels a step with it, 1053 without, for 0.08 GiB; at 1558M the
+    # copies are 1.37 GiB.
+    keep_rhs: bool = False
+    # A scan would stack the gradients in 16 bits, and cast the stack behind the loop:
+    # 45 GiB at 7B, in place of 33.
+    rhs_gradient: Any = None
+    # E4M3 halves the rounding error at the same speed, where 18 octaves hold the
+    # gradients.
+    gradient: FloatFormat = E5M2
+    converted: set[Sizes] = dataclasses.field(
+        default_factory=set, init=False, repr=False
+    )
+    skipped: set[Sizes] = dataclasses.field(default_factory=set, init=False, repr=False)
 
-    def __repr__(self) -> str:
-        options = (
-            f"current_scaling={self.current_scaling}, keep_rhs={self.keep_rhs},"
-            f" rhs_gradient={self.rhs_gradient}, gradient={self.gradient}"
-        )
-        return f"Fp8DotGeneral({self.name!r}, {options})"
+    def __post_init__(self) -> None:
+        """Raise ValueError for another format of the gradient."""
+        if self.gradient not in (E4M3, E5M2):
+            raise ValueError(
+                f"{self.name}: the gradient of an FP8 product is cast to e5m2 or e4m3,"
+                f" not {self.gradient}"
+            )
+        if self.rhs_gradient is not None:
+            self.rhs_gradient = str(jnp.dtype(self.rhs_gradient))
 
     def __call__(
         self,
@@ -158,17 +149,13 @@ class Fp8DotGeneral:
         dtype = jnp.dtype(
             preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
         )
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        results = (jnp.float32, jnp.bfloat16, jnp.float16)
+        if not (dtype in results and is_float(lhs) and is_float(rhs)):
             raise TypeError(
-                f"{self.name}: the result of an FP8 product is float32, bfloat16 or"
-                f" float16, not {dtype}"
+                f"{self.name}: {dtype} of {lhs.dtype} and {rhs.dtype}: operands of an"
+                " FP8 product are floats, and its result is float32, bfloat16 or"
+                " float16"
             )
-        for operand in (lhs, rhs):
-            if not is_float(operand):
-                raise TypeError(
-                    f"{self.name}: operands of an FP8 product are floats, not"
-                    f" {operand.dtype}"
-                )
         dims = normalized(dimension_numbers)
         sizes = matrix_sizes(lhs.shape, rhs.shape, dims)
         if any(size % MULTIPLE for size in sizes):
@@ -234,7 +221,7 @@ def normalized(dimension_numbers: Any) -> DimensionNumbers:
 
 def matrix_sizes(
     lhs: Sequence[int], rhs: Sequence[int], dims: DimensionNumbers
-) -> tuple[int, int, int]:
+) -> Sizes:
     """Return (rows, columns, contracted elements) of each matrix of a product.
 
     Batch axes do not count.
@@ -262,7 +249,7 @@ class Product(NamedTuple):
     """
 
     dims: DimensionNumbers
-    sizes: tuple[int, int, int]
+    sizes: Sizes
     dtypes: tuple[str, str, str]
     current_scaling: bool
     keep_rhs: bool
@@ -529,7 +516,7 @@ def rounded_product(lhs: jax.Array, rhs: jax.Array, rounded: Rounded) -> jax.Arr
 
 @composite(name="rounded_product")
 def _rounded_product(
-    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, sizes: tuple[int, int, int]
+    lhs: jax.Array, rhs: jax.Array, *, rounded: Rounded, sizes: Sizes
 ) -> jax.Array:
     return rounded.forward(lhs, rhs)[0]
 

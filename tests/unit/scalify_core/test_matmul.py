@@ -135,7 +135,7 @@ REFUSED = {
     r"no precision \(highest\)": lambda: fp8_dot_general(
         ONES, ONES, MATRIX, precision="highest"
     ),
-    "not float8_e5m2": lambda: fp8_dot_general(
+    "float8_e5m2 of float32": lambda: fp8_dot_general(
         ONES, ONES, MATRIX, preferred_element_type=jnp.float8_e5m2
     ),
     "int32": lambda: fp8_dot_general(ONES.astype(jnp.int32), ONES, MATRIX),
