@@ -24,7 +24,7 @@ from scalify_core.numerics.formats import pow2_floor, pow2_round
 # multiplied by, does not make it infinite.
 _LARGE = 2.0**104
 
-structural("abs", "copy", "is_finite", "real", "stop_gradient")
+structural("abs", "copy", "is_finite", "neg", "real", "stop_gradient")
 rule("nextafter", "reduce_precision")(apply_to_logical)
 
 
@@ -36,14 +36,6 @@ def lifted(*operands: Any) -> tuple[list[Value], np.dtype]:
 
 @rule("add", "sub", "add_any")
 def _add(eqn: Any, a: Any, b: Any) -> Value:
-    # A sum with zero is the operand itself, with its scale and what it was before a
-    # rescale; not so a scalar beside an array of zeros, which has another shape.
-    if v.uniform(b) == 0 and a.shape == eqn.outvars[0].aval.shape:
-        return a
-    if v.uniform(a) == 0 and b.shape == eqn.outvars[0].aval.shape:
-        if eqn.primitive.name == "sub":
-            return _times_constant(b, -1.0)
-        return b
     (a, b), dtype = lifted(a, b)
     # Operands that were just rescaled enter as they were before: their scales, that of
     # the sum, and the factors of both are one kernel.
@@ -69,11 +61,16 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         ):
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
+    return _product(a, b, bind(eqn, v.data32(a), v.data32(b)), dtype)
+
+
+def _product(a: Value, b: Value, data: Any, dtype: np.dtype) -> Value:
+    """Return the product of two values, given that of their data."""
     # A run-time scale of 2^-65 squared stays at 2^-126: the factor that is missing goes
     # into the data.
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
-    data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
-    return v.settled(data, scale, a.expected_rms * b.expected_rms, dtype)
+    rms = a.expected_rms * b.expected_rms
+    return v.settled(sc.times(data, rest), scale, rms, dtype)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
@@ -85,20 +82,14 @@ def _times_constant(x: Value, constant: float) -> Value:
         return v.value(sc.times(x.data, 0.0), x.scale, x.expected_rms, dtype)
     size = x.expected_rms * abs(constant)
     factor = pow2_round(size)
-    if not sc.is_static(x.scale) and not 2.0**-32 <= factor <= 2.0**32:
-        # Far enough to leave the range of scales: not an operation for every constant
-        # near 1.
-        scale, rest = sc.product_and_rest(x.multiple, factor)
-        data = sc.times(v.data32(x), rest)
-    else:
-        scale, data = sc.product(x.multiple, factor), x.data
+    scale = sc.product(x.multiple, factor)
     # Nothing keeps a number of Python in the range of scales: the rest goes into the
     # data.
-    if sc.is_static(scale) and not sc.MIN_SCALE <= scale <= sc.MAX_SCALE:
+    if sc.is_static(scale):
         scale = pow2_round(scale)
         factor = scale / x.scale
     return v.value(
-        sc.times(data, constant / factor),
+        sc.times(x.data, constant / factor),
         scale,
         size / factor,
         dtype,
@@ -107,12 +98,6 @@ def _times_constant(x: Value, constant: float) -> Value:
         # it is stored, and infinite as a divisor.
         is_fill_value=x.is_fill_value,
     )
-
-
-@rule("neg")
-def _neg(eqn: Any, x: Value) -> Value:
-    # The sign is a bit, also of narrow data: nothing is rounded or widened.
-    return x.with_data(bind(eqn, x.data), dtype=v.result_dtype(x))
 
 
 @rule("div")
@@ -129,29 +114,26 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
         b = v.value(b.data, 1.0, 1.0, dtype)
     else:
         b = v.as_divisor(b)
-    scale, rest = sc.product_and_rest(a.multiple, sc.ratio(1.0, b.scale))
-    data = sc.times(bind(eqn, v.data32(a), v.data32(b)), rest)
-    return v.settled(data, scale, a.expected_rms / b.expected_rms, dtype)
+    inverse = v.value(b.data, sc.ratio(1.0, b.scale), 1 / b.expected_rms, dtype)
+    return _product(a, inverse, bind(eqn, v.data32(a), v.data32(b)), dtype)
 
 
 @rule("integer_pow", "square")
 def _integer_pow(eqn: Any, x: Value) -> Any:
     n = eqn.params.get("y", 2)
-    if abs(n) > 4:  # further powers of the data itself may leave FP32
+    # Further powers of the data itself may leave FP32.
+    if not 1 <= abs(n) <= 4:
         return default(eqn, x)
     dtype = v.result_dtype(x)
     if n < 0:
         x = v.as_divisor(x)
-    # The number of a multiple saturates: what is beyond goes into the data first.
-    x = v.exact(x)
-    base = x.scale if n > 0 else sc.ratio(1.0, x.scale)
-    scale = rest = 1.0
-    for _ in range(abs(n)):
+        inverse = sc.ratio(1.0, x.scale)
+        x = v.value(1 / v.data32(x), inverse, 1 / x.expected_rms, dtype)
+    out = x
+    for _ in range(abs(n) - 1):
         # One factor at a time: the fourth power of 2^-40 leaves the range of scales.
-        scale, further = sc.product_and_rest(scale, base)
-        rest = sc.product(rest, further)
-    data = sc.times(bind(eqn, v.data32(x)), rest)
-    return v.settled(data, scale, x.expected_rms**n, dtype)
+        out = _product(out, x, lax.mul(v.data32(out), v.data32(x)), dtype)
+    return out
 
 
 def _root(degree: int, inverse: bool) -> Any:
@@ -162,35 +144,25 @@ def _root(degree: int, inverse: bool) -> Any:
     """
 
     def root(eqn: Any, x: Value) -> Value:
-        dtype, x = v.result_dtype(x), v.exact(x)
-        if sc.is_static(x.scale):
-            out: Any = 2.0 ** (round(math.log2(x.scale)) // degree)
-            rest: Any = x.scale / out**degree
-        else:
-            # A little up before rounding down: the root of a power of two must not fall
-            # short of itself.
-            out = pow2_floor(
-                lax.mul(
-                    lax.pow(x.scale, np.float32(1 / degree)), np.float32(1 + 2**-12)
-                )
-            )
-            # Data at the scale of zeros: its root is zero, the inverse infinite.
-            of_zeros = sc.MIN_SCALE
-            if inverse:
-                of_zeros = 1.0
-            zeros = lax.lt(x.scale, np.float32(sc.LEAST_NONZERO_SCALE))
-            out = lax.select(zeros, lax.full_like(out, of_zeros), out)
-            rest = x.scale
-            for _ in range(degree):
-                rest = sc.ratio(rest, out)
+        dtype, rms = v.result_dtype(x), x.expected_rms
+        x = v.as_divisor(x) if inverse else v.exact(x)
+        # A little up before rounding down: the root of a power of two must not fall
+        # short of itself.
+        out = pow2_floor(x.scale ** (1 / degree) * (1 + 2**-12))
+        rest = x.scale
+        for _ in range(degree):
+            rest = sc.ratio(rest, out)
         data = bind(eqn, sc.times(v.data32(x), rest))
-        rms = x.expected_rms
         # A run-time rest is not known. Its root is below 2, so the data is off by less
         # than an octave.
         if sc.is_static(rest):
             rms *= rest
         if inverse:
             return v.settled(data, sc.ratio(1.0, out), rms ** (-1 / degree), dtype)
+        if not sc.is_static(out):
+            # The root of zeros is zeros: their scale says nothing of others.
+            zeros = lax.lt(x.scale, np.float32(sc.LEAST_NONZERO_SCALE))
+            out = lax.select(zeros, x.scale, out)
         return v.settled(data, out, rms ** (1 / degree), dtype)
 
     return root
@@ -240,27 +212,8 @@ def _to_integers(eqn: Any, x: Value) -> Value:
     return v.at_scale(y, sc.largest(x.scale, 1.0), x.expected_rms)
 
 
-@rule("sign")
-def _sign(eqn: Any, x: Value) -> Value:
-    # Scales are positive: the sign of the data is that of the value.
-    return v.value(bind(eqn, x.data), 1.0, 1.0, x.dtype)
-
-
 @rule("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "le_to", "lt_to")
 def _compare(eqn: Any, a: Any, b: Any) -> Any:
-    for x, other in ((a, b), (b, a)):
-        constant: Any = v.uniform(x)
-        if (
-            sc.has_any_scale(constant)
-            and other.shape == eqn.outvars[0].aval.shape
-            and formats.holds(other.data.dtype, constant)
-        ):
-            # Zero, infinities and NaN compare alike at any scale: the narrow data is
-            # read as it is, without a conversion. E4M3 has no infinity.
-            number = np.asarray(constant, other.data.dtype)
-            return bind(
-                eqn, *((number, other.data) if x is a else (other.data, number))
-            )
     (a, b), _ = lifted(a, b)
     # At a common scale: numbers of 2^100 are compared without being formed.
     scale = sc.largest(a.scale, b.scale)
