@@ -64,7 +64,7 @@ class Model(NamedTuple):
         rows: int | None = None,
         tensor_axis: str | None = None,
         *,
-        store_gradients: bool = False,
+        narrow_gradients: bool = False,
         loss_boundary_id: int | None = None,
     ) -> Self:
         """Make the model of a precision.
@@ -75,7 +75,7 @@ class Model(NamedTuple):
           rows: see the class.
           tensor_axis: the mesh axis over which the training model's heads and hidden
             channels are split; see `Family.build`.
-          store_gradients: see `dot_general_for`.
+          narrow_gradients: see `dot_general_for`.
           loss_boundary_id: see the class.
 
         Raises:
@@ -91,7 +91,7 @@ class Model(NamedTuple):
             policy,
             narrow,
             keep_weights=spec.keep_fp8_weights,
-            store_gradients=store_gradients,
+            narrow_gradients=narrow_gradients,
         )
         training = family.build(
             spec,
@@ -150,7 +150,7 @@ class Model(NamedTuple):
         if devices_of_replica(mesh) == micro_batches == 1 and self.spec.scan_layers:
             # Gradients that nothing is added to are rounded inside the loop over the
             # layers, which then stacks bytes.
-            return self.remade(store_gradients=True)
+            return self.remade(narrow_gradients=True)
         if mesh.shape["tensor"] == 1:
             return self
         return self.remade(tensor_axis="tensor")

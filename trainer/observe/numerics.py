@@ -27,8 +27,8 @@ class:
   stored as zero unless it is zero (`scalify_core.optim`).
 - All others: the zeros and subnormals of the tensor's format. This is an upper
   bound, because gradients of unseen rows and dropped values count too. Operands belong
-  here under methods that measure scales in the matmul (`Method.in_products`: delayed,
-  current, the block formats): these casts do not use the tensor's scale.
+  here where matmuls measure their scales (`Method.measures_scales`: delayed, current,
+  the block formats): these casts do not use the tensor's scale.
 
 Saturation is counted for the format of the next cast, or else for the tensor's format.
 
@@ -198,7 +198,7 @@ def forward_format(policy: Policy) -> FloatFormat | None:
 
     It is None if their casts do not use the tensors' scales.
     """
-    if policy.forward is None or policy.method.in_products:
+    if policy.forward is None or policy.method.measures_scales:
         return None
     return FloatFormat.parse(policy.forward)
 
@@ -209,7 +209,7 @@ def backward_format(policy: Policy, path: str) -> FloatFormat | None:
     It is None as in `forward_format`.
     """
     backward = policy.backward_of(path)
-    if backward is None or policy.method.in_products:
+    if backward is None or policy.method.measures_scales:
         return None
     return FloatFormat.parse(backward)
 

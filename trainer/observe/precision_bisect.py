@@ -227,9 +227,9 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
 
 def check_bisectable(model: Model) -> None:
     """Raise UserError as `bisect` says."""
-    if model.policy.method.in_products:
+    if model.policy.method.measures_scales:
         valid_methods = [
-            name for name, method in METHODS.items() if not method.in_products
+            name for name, method in METHODS.items() if not method.measures_scales
         ]
         raise UserError(
             f"precision.scaling={model.policy.scaling} casts by scales that are"

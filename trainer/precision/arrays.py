@@ -116,7 +116,7 @@ def dot_general_for(
     narrow: Collection[str],
     *,
     keep_weights: bool,
-    store_gradients: bool = False,
+    narrow_gradients: bool = False,
 ) -> Callable[[str], Dot]:
     """Return a function from the path of a linear layer to its dot_general.
 
@@ -125,13 +125,13 @@ def dot_general_for(
       narrow: the paths of the layers with FP8 matmuls.
       keep_weights: whether FP8 weights are kept for the backward pass; see
         `models.family.Spec`.
-      store_gradients: whether FP8 products return the gradients of scaled weights in
+      narrow_gradients: whether FP8 products return the gradients of scaled weights in
         `policy.weight_grad`.
     """
     chosen = set(narrow)
-    rhs_gradient = (
-        FloatFormat.parse(policy.weight_grad).dtype if store_gradients else None
-    )
+    rhs_gradient = None
+    if narrow_gradients:
+        rhs_gradient = FloatFormat.parse(policy.weight_grad).dtype
 
     def dot_general(path: str) -> Dot:
         backward = policy.backward_of(path)

@@ -123,7 +123,9 @@ class PrecisionFields:
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether the chosen matmuls multiply in FP8 rather than simulate it."""
+        """Return whether matmuls are chosen that run in FP8 or FP4 kernels, rather than
+        simulate them in FP32.
+        """
         return self.forward is not None and not self.simulate
 
     @property

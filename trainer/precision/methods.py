@@ -36,7 +36,7 @@ class Method:
     Attributes:
       name: its value of `precision.scaling`.
       scaled: whether parameters, and what is computed from them, are scaled arrays.
-      in_products: whether FP8 products measure the scales of their operands.
+      measures_scales: whether its FP8 products measure the scales of their operands.
       has_blocks: whether an operand has several scales, for its rows or blocks.
       any_rows: whether its FP8 products take any number of rows.
       multiple: the widths and rows that its FP8 products take are multiples of it.
@@ -56,7 +56,7 @@ class Method:
 
     name: ClassVar[str] = "none"
     scaled: ClassVar[bool] = False
-    in_products: ClassVar[bool] = False
+    measures_scales: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
     multiple: ClassVar[int] = 16
@@ -71,7 +71,7 @@ class Method:
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
-        if self.in_products and not policy.in_fp8:
+        if self.measures_scales and not policy.in_fp8:
             raise UserError(
                 f"precision.scaling={self.name} scales FP8 matmuls; set"
                 " precision.forward and .backward"
@@ -254,7 +254,7 @@ class Delayed(Method):
     """Delayed scaling with amax histories: Flax's own FP8 products."""
 
     name = "delayed"
-    in_products = True
+    measures_scales = True
     any_rows = True
     has_history = True
     rounds_weight_gradients = True
@@ -293,7 +293,7 @@ class Current(Method):
     """Current scaling: the scale of each FP8 operand from its amax."""
 
     name = "current"
-    in_products = True
+    measures_scales = True
     scales_gradients = True
 
     def dot(self, path: str, policy: "PrecisionFields", **settings: Any) -> "Dot":
@@ -306,7 +306,7 @@ class Blocks(Method):
     `trainer.precision.blocks`.
     """
 
-    in_products = True
+    measures_scales = True
     has_blocks = True
 
     def check(self, policy: "PrecisionFields") -> None:

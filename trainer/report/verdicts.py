@@ -410,7 +410,7 @@ def quantization_errors(
     is_underflow = statistic == "underflow"
     method = METHODS.get(settings.get("precision.scaling", ""))
     # Under these methods the recorded share is an upper bound, not a measurement.
-    if is_underflow and method is not None and method.in_products:
+    if is_underflow and method is not None and method.measures_scales:
         return {}
     worst: dict[str, QuantizationError] = {}
     for key, share in numerics.items():
