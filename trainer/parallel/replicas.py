@@ -505,6 +505,7 @@ def make_sync(
     return sync_fragment
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class DiLoCoStep:
     """A step of all replicas and the syncs that are due after it; a `StepFn`.
 
@@ -514,15 +515,9 @@ class DiLoCoStep:
       settings: the settings, which determine when a fragment is due.
     """
 
-    def __init__(
-        self,
-        inner_step: jax.stages.Compiled,
-        syncs: Sequence[jax.stages.Compiled],
-        settings: DiLoCoSettings,
-    ) -> None:
-        self.inner_step = inner_step
-        self.syncs = tuple(syncs)
-        self.settings = settings
+    inner_step: jax.stages.Compiled
+    syncs: Sequence[jax.stages.Compiled]
+    settings: DiLoCoSettings
 
     def __call__(
         self, state: TrainState, batch: Tokens, inputs: StepInputs

@@ -61,9 +61,9 @@ MX_BLOCK = 32
 NVFP4_BLOCK = 16
 DEEPSEEK_BLOCK = 128
 LEAST_SCALE = np.float32(2.0**-126)  # smaller ones are flushed to zero
-FP8 = jnp.float8_e4m3fn, jnp.float8_e5m2
+FP8_DTYPES = jnp.float8_e4m3fn, jnp.float8_e5m2
 LAST_AXES = ((1,), (1,)), ((), ())  # dimension numbers: [N, K] @ [F, K].T
-NATIVE_SCALES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
+NATIVE_SCALE_DTYPES = jnp.float8_e8m0fnu, jnp.float8_e4m3fn
 
 
 class BlockMatrix(NamedTuple):
@@ -92,7 +92,7 @@ class BlockMatrix(NamedTuple):
     def is_fp8_by_rows(self) -> bool:
         """Return whether it is FP8 numbers with one FP32 scale for each row."""
         return (
-            self.data.dtype in FP8
+            self.data.dtype in FP8_DTYPES
             and self.scales.dtype == jnp.float32
             and self.scales.shape[1] == 1
         )
@@ -128,7 +128,7 @@ class BlockMatrix(NamedTuple):
             wide = jnp.promote_types(dtype, jnp.bfloat16)
             out = dot_fp8(self.data, other.data, LAST_AXES, wide, fast=False)
             return (out * self.scales * other.scales.T).astype(dtype)
-        if self.scales.dtype not in NATIVE_SCALES:
+        if self.scales.dtype not in NATIVE_SCALE_DTYPES:
             return in_fp32(self, other)
         return jax.lax.platform_dependent(self, other, cuda=native, default=in_fp32)
 
@@ -451,16 +451,16 @@ def _rounded_by(recipe: Recipe) -> Rounded:
         else:
             operands = (z.astype(recipe.forward_dtype) for z in (x_NxD, w_DxF))
             y_NxF = jnp.matmul(*operands, preferred_element_type=x_NxD.dtype)
-        kept_x = recipe.activation(recipe.mix(x_NxD.T), 1)
+        x_DxN = recipe.activation(recipe.mix(x_NxD.T), 1)
         # Only arrays are kept for the backward pass: an empty one carries the dtype.
-        return y_NxF, kept_x, (recipe.weight(w_DxF, 1), w_DxF[:0])
+        return y_NxF, x_DxN, (recipe.weight(w_DxF, 1), w_DxF[:0])
 
     def backward(
-        x: BlockMatrix, w: tuple[BlockMatrix, jax.Array], g_NxF: jax.Array
+        x_DxN: BlockMatrix, weight: tuple[BlockMatrix, jax.Array], g_NxF: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        kept_w, like_w = w
-        d_x_NxD = recipe.gradient(g_NxF, 1).times(kept_w, g_NxF.dtype)
-        g = recipe.gradient(recipe.mix(g_NxF.T), 1)
-        return d_x_NxD, x.times(g, like_w.dtype)
+        w_DxF, like_w = weight
+        d_x_NxD = recipe.gradient(g_NxF, 1).times(w_DxF, g_NxF.dtype)
+        g_FxN = recipe.gradient(recipe.mix(g_NxF.T), 1)
+        return d_x_NxD, x_DxN.times(g_FxN, like_w.dtype)
 
     return Rounded(forward, backward)

@@ -12,8 +12,8 @@ import numpy as np
 
 from trainer.bounds import POWER_OF_TWO, Bound, Positive, Share, at_least, at_most
 
-Computed = Literal["fp32", "bf16", "fp16"]
-Stored = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
+ComputeFormat = Literal["fp32", "bf16", "fp16"]
+StorageFormat = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2"]
 DTYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -98,7 +98,7 @@ class PrecisionFields:
         `compute`. With `simulate` it is simulated on GPUs, too.
     """
 
-    compute: Computed
+    compute: ComputeFormat
     forward: Format | None
     backward: Format | None
     backward_e4m3: tuple[str, ...] | None
@@ -106,11 +106,11 @@ class PrecisionFields:
     fp8_modules: tuple[str, ...]
     exclude: tuple[str, ...]
     scaling: str
-    weights: Computed
+    weights: ComputeFormat
     weights_rounding: Literal["nearest", "stochastic", "kahan"]
-    weight_grad: Stored
-    mu: Stored
-    nu: Stored
+    weight_grad: StorageFormat
+    mu: StorageFormat
+    nu: StorageFormat
     moments_rounding: Literal["auto", "nearest", "stochastic"]
     update: Literal["fp32", "propagate"]
     rescale_grads: Annotated[tuple[str, ...], RESCALED_PLACES]
