@@ -127,7 +127,8 @@ class Policy(PrecisionFields):
         """Return whether the chosen matmuls round their operands for gradients alone,
         and multiply them in 16 bits in the forward pass.
         """
-        return self.method.has_blocks and self.forward in DTYPES
+        formats = self.forward, self.backward
+        return self.forward in DTYPES and formats in self.method.format_pairs
 
     @property
     def prepares_operands(self) -> bool:

@@ -37,6 +37,12 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     assert excluded == dict.fromkeys(names, "in precision.exclude")
 
 
+def test_a_wide_forward_pass_is_nvfp4s_and_not_any_16_bit_format_in_blocks():
+    assert policy("nvfp4_wide_forward").has_wide_forward
+    in_blocks = policy("mxfp8", compute="fp32", simulate=True, forward="bf16")
+    assert not in_blocks.has_wide_forward
+
+
 def test_a_loop_over_layers_stacks_gradients_in_one_byte():
     """Those that are added up have more: the golden run `accum`."""
     spec = LlamaSpec(
