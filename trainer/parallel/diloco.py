@@ -236,6 +236,10 @@ def sync(
     def only_participating(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(participating, range(1, x.ndim)), x, 0)
 
+    def random_words(stream: int, tensor_index: int) -> jax.Array:
+        counters = replica_indices * MAX_ARRAYS + tensor_index
+        return counter_words(seed ^ jnp.uint32(stream), step, counters)
+
     contributions = [only_participating(x) for x in tensors]
     scales = common_scales(contributions, fmt)
 
@@ -243,21 +247,14 @@ def sync(
         flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
         if fmt is FP4_WITH_NAN:  # two numbers share a byte
             flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
-        words = counter_words(
-            seed ^ jnp.uint32(SENT_STREAM),
-            step,
-            replica_indices * MAX_ARRAYS + tensor_indices[tensor],
-        )
-        return encode(flat, fmt, words)
+        return encode(flat, fmt, random_words(SENT_STREAM, tensor_indices[tensor]))
 
     sent = [encode_tensor(i, x) for i, x in enumerate(contributions)]
     mean_flat, mean_error = mean_of_pieces(
         jnp.concatenate(sent, axis=1),
         settings,
         all_participating,
-        seed,
-        step,
-        tensor_indices[0],
+        random_words(PIECE_STREAM, tensor_indices[0]),
     )
     means: list[jax.Array] = []
     residuals: list[jax.Array | None] = []
@@ -282,9 +279,7 @@ def mean_of_pieces(
     sent: jax.Array,
     settings: DiLoCoSettings,
     participating: jax.Array,
-    seed: jax.Array,
-    step: jax.Array,
-    first_tensor_index: int,
+    words: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean of the sent data, FP32 [N], and its rounding error, FP32 [R, N].
 
@@ -297,9 +292,7 @@ def mean_of_pieces(
       sent: encoded data of this device's replicas [R, N].
       settings: the participants and the format.
       participating: which replicas participate, booleans [K].
-      seed: seed of the random bits.
-      step: number of steps taken, for the random bits.
-      first_tensor_index: index of the first tensor, for the random bits.
+      words: counter words of the random bits that round this device's pieces.
     """
     fmt = FORMATS[settings.format]
     mean_fmt = MEAN_FORMATS[settings.format]
@@ -316,11 +309,6 @@ def mean_of_pieces(
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / settings.participants)
     local_indices = jnp.arange(local_replicas)
     replica_indices = lax.axis_index(REPLICA) * local_replicas + local_indices
-    words = counter_words(
-        seed ^ jnp.uint32(PIECE_STREAM),
-        step,
-        replica_indices.astype(jnp.uint32) * MAX_ARRAYS + first_tensor_index,
-    )
     # The mean of FP4 data is rounded to E4M3: move it to the top of that range.
     mean_scale = pow2_floor(mean_fmt.max / fmt.max)
     piece = encode(mean * mean_scale, mean_fmt, words)

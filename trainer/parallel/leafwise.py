@@ -85,8 +85,8 @@ class Trace:
     def jaxpr_of(self, outputs: Iterable[Any], *, through_keys: bool = False) -> Any:
         """Return a jaxpr of the equations that outputs depend on.
 
-        Its arguments are given arrays and PRNG keys, of which no equations are taken.
-        `through_keys`: the equations that compute the keys are taken, too.
+        Its arguments are given arrays, and PRNG keys instead of the equations that
+        compute them. `through_keys`: it has these equations, too.
         """
         indices, pending = set[int](), variables(outputs)
         while pending:

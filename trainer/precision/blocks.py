@@ -160,8 +160,8 @@ def reduce_row_groups(
     if rows == 1:
         return x
     padded = jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
-    of_group = reduce(padded.reshape(-1, rows, x.shape[1]), axis=1)
-    return jnp.repeat(of_group, rows, axis=0)[: len(x)]
+    reduced = reduce(padded.reshape(-1, rows, x.shape[1]), axis=1)
+    return jnp.repeat(reduced, rows, axis=0)[: len(x)]
 
 
 def block_amax(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
