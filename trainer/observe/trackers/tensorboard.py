@@ -77,8 +77,9 @@ class TensorboardTracker(Tracker):
                 first_step,
                 session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
             )
-        elif start.log is not None:
-            start.log.replay(self, after=-1)
+        if start.log is not None:
+            # With files, it has at most events from before a row that is sent again.
+            start.log.replay(self, after=start.last_valid_step if files else -1)
         self.flush()
 
     def row(self, step: int, row: Row) -> None:

@@ -103,6 +103,20 @@ def test_tensorboard_shows_every_step_once_across_kills_and_resumes(tmp_path):
     assert mark.session_log.status == event_pb2.SessionLog.START
 
 
+def test_an_event_before_a_row_that_is_sent_again_stays(tmp_path):
+    for settings in ({"step": 0}, {"step": 1, "redo_row": True}):
+        tracker = start(tmp_path, **settings)
+        if settings["step"] == 0:
+            tracker.event(1, "rolled back")
+        tracker.row(1, {"train/loss": 0.5})
+        tracker.event(1, "saved")
+        tracker.finish()
+    assert shown(tmp_path) == {
+        ("events/text_summary", 1): ["rolled back", "saved"],
+        ("train/loss", 1): [0.5],
+    }
+
+
 def test_a_fork_does_not_show_an_earlier_attempt_in_its_directory(tmp_path):
     for step, loss in ((0, 0.5), (2, 0.25)):
         tracker = start(tmp_path, step, is_fork=step > 0)
