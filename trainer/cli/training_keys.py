@@ -23,11 +23,12 @@ from trainer.text import check_unique_keys, key_of, show
 CONFIG = "config"
 
 
-def training_keys() -> list[str]:
-    """Return the groups and keys of training, as they are typed."""
+def training_keys(group_name: str | None = None) -> list[str]:
+    """Return the groups and keys of training, or of one group, as they are typed."""
     groups = reference()
     names = [group.name for group in groups if group.choices]
-    return [CONFIG, *names, *(key.name for group in groups for key in group.keys)]
+    keys = [CONFIG, *names, *(key.name for group in groups for key in group.keys)]
+    return [key for key in keys if group_name in (None, key.partition(".")[0])]
 
 
 def run_with_training_keys[T](
@@ -47,8 +48,7 @@ def run_with_training_keys[T](
 
     def call() -> None:
         check_unique_keys(argv)
-        arguments, overrides = split_arguments(cls, argv, group_name)
-        main(arguments, overrides)
+        main(*split_arguments(cls, argv, group_name))
 
     def show_help() -> None:
         usage = f"{program} [key=value ...] [group=choice ...]"
@@ -71,17 +71,16 @@ def split_arguments[T](
       UserError: a key that is neither the command's nor training's.
     """
     command_keys = names_of(cls)
-    argv = without_dashes(argv, lambda: [*command_keys, *_keys_in(group_name)])
+    argv = without_dashes(argv, lambda: [*command_keys, *training_keys(group_name)])
     command_argv = [text for text in argv if key_of(text) in command_keys]
     overrides = [text for text in argv if key_of(text) not in command_keys]
-    prefix = "" if group_name is None else f"{group_name}."
     for text in overrides:
         if not is_override(text):
             raise UserError(f"{text!r}: expected key=value; --help lists the keys")
         key = key_of(text)
-        if "." in key and key.startswith(prefix):
+        if "." in key and group_name in (None, key.partition(".")[0]):
             continue  # `compose_config` reports an unknown key.
-        valid = _keys_in(group_name)
+        valid = training_keys(group_name)
         if key not in {name.partition(".")[0] for name in valid}:
             close = nearest_keys(key, [*command_keys, *valid])
             hint = f"did you mean {' or '.join(close)}? Valid" if close else "valid"
@@ -90,13 +89,6 @@ def split_arguments[T](
                 f" of {group_name or 'training'}; --help explains them"
             )
     return parse(cls, command_argv), overrides
-
-
-def _keys_in(group_name: str | None) -> list[str]:
-    keys = training_keys()
-    if group_name is None:
-        return keys
-    return [key for key in keys if key.split(".")[0] == group_name]
 
 
 def show_training_help(
