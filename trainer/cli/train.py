@@ -82,8 +82,7 @@ LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
 RESUME_ALL = "start all processes again with the same run_dir to resume"
-# Seconds to wait for the other processes, which usually end for the same reason.
-LEAVE_SECONDS = 15
+LEAVE_SECONDS = 15  # to wait for the other processes
 NO_BEST = (
     "tracker=none writes no metrics.jsonl, so this sweep cannot rank its jobs; set"
     " tracker=jsonl"
@@ -460,16 +459,23 @@ def command(arguments: list[str]) -> NoReturn:
         # see which one failed.
         exit_at_once(1)
     if code and is_distributed():
-        # The others usually end for the same reason, so wait for them. If they do not
-        # end, this process failed alone, and they wait for it.
-        shutdown = threading.Thread(
-            target=sys.modules["jax"].distributed.shutdown, daemon=True
-        )
-        shutdown.start()
-        shutdown.join(LEAVE_SECONDS)
-        if shutdown.is_alive():
-            exit_at_once(code)
+        wait_for_others(code)
     leave(code)
+
+
+def wait_for_others(code: int) -> None:
+    """Wait for the other processes of a run after a failure.
+
+    They usually end for the same reason. If they do not, this process failed alone and
+    they wait for it, so it exits.
+    """
+    shutdown = threading.Thread(
+        target=sys.modules["jax"].distributed.shutdown, daemon=True
+    )
+    shutdown.start()
+    shutdown.join(LEAVE_SECONDS)
+    if shutdown.is_alive():
+        exit_at_once(code)
 
 
 def is_distributed() -> bool:
