@@ -182,6 +182,11 @@ def check_log(path: Path, saved: object) -> tuple[int, str | None]:
     )
 
 
+def log_paths(run_dir: Path) -> tuple[Path, Path]:
+    """Return the paths of a run's rows and samples."""
+    return run_dir / "metrics.jsonl", run_dir / "samples.txt"
+
+
 def set_logs_aside(run_dir: Path, step: int) -> None:
     """Rename the logs of an earlier attempt that left no checkpoint to `NAME.old`.
 
@@ -196,8 +201,7 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
     Raises:
       UserError: the log is damaged, or cannot be renamed.
     """
-    log = run_dir / "metrics.jsonl"
-    samples = run_dir / "samples.txt"
+    log, samples = log_paths(run_dir)
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
     old_log = log.with_name(f"{log.name}.old")
     try:
@@ -234,9 +238,9 @@ def cut_logs(start: TrackerStart) -> None:
     earlier attempt are not its own.
     """
     with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
-        log = start.run_dir / "metrics.jsonl"
+        log, samples = log_paths(start.run_dir)
         cut_rows(log, start.step, redo_row=start.redo_row)
-        cut_samples(start.run_dir / "samples.txt", start.last_valid_step)
+        cut_samples(samples, start.last_valid_step)
 
 
 class JsonlTracker(Tracker):
@@ -251,29 +255,23 @@ class JsonlTracker(Tracker):
         Raises:
           UserError: a line before the last is not JSON, or the disk is full.
         """
-        run_dir = start.run_dir
         step = start.step
-        self.path = run_dir / "metrics.jsonl"
-        self.samples_path = run_dir / "samples.txt"
+        self.path, self.samples_path = log_paths(start.run_dir)
         last_step = start.last_valid_step
         # The digest of the rows; that of the samples is its entry `samples`.
         state = start.checkpoint_state or {}
-        with explain_unwritable(f"to {run_dir}", OTHER_RUN_DIR):
+        with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
             size, row_damage = check_log(self.path, state)
             self._logged = cut_rows(self.path, step, size=size, redo_row=start.redo_row)
             size, sample_damage = check_log(self.samples_path, state.get("samples"))
             cut_samples(self.samples_path, last_step, size)
             self._rows = LogFile(self.path)
             self._samples = LogFile(self.samples_path)
-        for path, damage in (
-            (self.path, row_damage),
-            (self.samples_path, sample_damage),
-        ):
+        damages = {self.path: row_damage, self.samples_path: sample_damage}
+        for path, damage in damages.items():
             if damage is not None:
-                self._warn(
-                    step,
-                    f"{path} is not what the run wrote up to step {step}: {damage}",
-                )
+                text = f"{path} is not what the run wrote up to step {step}: {damage}"
+                self._warn(step, text)
         if start.checkpoint_state is None and 0 <= self._logged < last_step:
             # At the next step: a later resume from here cuts this event and repeats it.
             self._warn(
