@@ -193,25 +193,14 @@ def make_slots(model: Model) -> SlotsByName:
     return slots
 
 
-def forward_format(policy: Policy) -> FloatFormat | None:
-    """Return the format of the operands of narrow matmuls.
+def operand_format(policy: Policy, name: str | None) -> FloatFormat | None:
+    """Return the format of a matmul's operand by its name in the policy.
 
-    It is None if their casts do not use the tensors' scales.
+    None: the operand is not cast, or its cast does not use the tensor's scale.
     """
-    if policy.forward is None or policy.method.measures_scales:
+    if name is None or policy.method.measures_scales:
         return None
-    return FloatFormat.parse(policy.forward)
-
-
-def backward_format(policy: Policy, path: str) -> FloatFormat | None:
-    """Return the format of the output gradient of a matmul.
-
-    It is None as in `forward_format`.
-    """
-    backward = policy.backward_of(path)
-    if backward is None or policy.method.measures_scales:
-        return None
-    return FloatFormat.parse(backward)
+    return FloatFormat.parse(name)
 
 
 def narrow_path(model: Model, name: str) -> str:
@@ -229,9 +218,10 @@ def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
         return no_cast, no_cast
     policy = model.policy
     input_blocks, _, gradient_blocks = block_casts(policy)
+    backward = policy.backward_of(path)
     if side == "in":
-        return NextCast(forward_format(policy), input_blocks), no_cast
-    return no_cast, NextCast(backward_format(policy, path), gradient_blocks)
+        return NextCast(operand_format(policy, policy.forward), input_blocks), no_cast
+    return no_cast, NextCast(operand_format(policy, backward), gradient_blocks)
 
 
 @functools.cache
@@ -279,7 +269,7 @@ def format_name(model: Model, kind: str, layer: str) -> str:
     is_narrow = model.is_narrow(leaves_by_name(model.roles).get(layer))
     if kind == "weight_gradients":
         return str(policy.weight_grad if is_narrow else policy.weights)
-    has_cast = is_narrow and forward_format(policy) is not None
+    has_cast = is_narrow and operand_format(policy, policy.forward) is not None
     return str(policy.forward if has_cast else policy.weights)
 
 
@@ -433,7 +423,7 @@ class StoredTensors:
         )
         policy = self.model.policy
         _, kernel_blocks, _ = block_casts(policy)
-        cast = NextCast(forward_format(policy), kernel_blocks)
+        cast = NextCast(operand_format(policy, policy.forward), kernel_blocks)
         self.kernel_casts = {
             name: cast
             for name, role in leaves_by_name(self.model.roles).items()
