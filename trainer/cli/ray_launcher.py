@@ -291,31 +291,11 @@ def launch(
     """
     connect()
     with tempfile.TemporaryDirectory() as storage:
-        actor_class = ray.remote(num_cpus=0)(StopActor).options(
-            # Pinned to the command's machine, so that losing another does not end it.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            )
-        )
-        stop_actor = actor_class.remote()
+        stop_actor = start_stop_actor()
         job = WorkerJob(
             to_tree(config), list(overrides), list(fixed), os.getcwd(), stop_actor
         )
-        trainer = Trainer(
-            work,
-            train_loop_config={"job": job},
-            scaling_config=scaling(config.launcher),
-            run_config=RunConfig(
-                name="run",
-                # The directory stays empty: workers report nothing.
-                storage_path=storage,
-                failure_config=FailureConfig(max_failures=config.launcher.restarts),
-                callbacks=[
-                    WorkerCallbacks(stop_actor, config.watchdog.stop_seconds or None)
-                ],
-                logging_config=LoggingConfig("CRITICAL"),
-            ),
-        )
+        trainer = make_trainer(config, job, storage)
         assert config.launcher.workers is not None
         min_workers, max_workers = config.launcher.workers
         show(
@@ -329,6 +309,36 @@ def launch(
     if code:
         show(RESUME)
     return code
+
+
+def start_stop_actor() -> Any:
+    """Start a `StopActor`, and return its handle."""
+    # Pinned to the command's machine, so that losing another does not end it.
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    actor_class = ray.remote(num_cpus=0)(StopActor)
+    return actor_class.options(scheduling_strategy=here).remote()
+
+
+def make_trainer(config: Config, job: WorkerJob, storage: str) -> Trainer:
+    """Return Ray's trainer of a job.
+
+    `storage`: a directory, which stays empty because workers report nothing.
+    """
+    callbacks = WorkerCallbacks(job.stop_actor, config.watchdog.stop_seconds or None)
+    return Trainer(
+        work,
+        train_loop_config={"job": job},
+        scaling_config=scaling(config.launcher),
+        run_config=RunConfig(
+            name="run",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=config.launcher.restarts),
+            callbacks=[callbacks],
+            logging_config=LoggingConfig("CRITICAL"),
+        ),
+    )
 
 
 def connect() -> None:
