@@ -87,10 +87,10 @@ def explain_step(
     )
 
 
-def blocks_of(
+def measure_blocks(
     workload: "Workload", state: "TrainState", sequences: "Sequences", step: int
 ) -> BlocksByTensor:
-    """Return the figures of the operands that are cast in blocks, in forward order."""
+    """Measure the operands that are cast in blocks, in the order of a forward pass."""
     import jax
 
     from trainer.observe.numerics import make_numerics
@@ -172,8 +172,8 @@ def few_sequences(
     return tokens[: arguments.sequences], segments
 
 
-def rows_of(explained: "Explanation") -> dict[str, Any]:
-    """Return all rows and their summary, as JSON values."""
+def explanation_json(explained: "Explanation") -> dict[str, Any]:
+    """Return all rows, the place of the first lost values, and the errors."""
     rows = [
         {
             **dataclasses.asdict(row.place),
@@ -224,9 +224,9 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     if policy.scaled:
         explained = explain_step(workload.model, state.params, *sequences)
         texts.append(explained.text(arguments.top))
-        document |= rows_of(explained)
+        document |= explanation_json(explained)
     if policy.method.has_blocks:
-        blocks = blocks_of(workload, state, sequences, arguments.batch)
+        blocks = measure_blocks(workload, state, sequences, arguments.batch)
         texts.append(blocks_text(blocks, arguments.top))
         document["blocks"] = blocks
     if arguments.out:
