@@ -36,7 +36,6 @@ def check_scalify(
     reduction: int = 1,
     grad: bool = False,
     ways: Sequence[str] = WAYS,
-    strict: bool = True,
     scales: ScalePolicy = "auto",
 ) -> Any:
     """Assert that `scalify(fun)(*args)` equals `fun(*args)`.
@@ -57,9 +56,6 @@ def check_scalify(
             `scalify(jax.grad(...))`.
         ways: the ways to run it; leave some out where one function is checked many
             times.
-        strict: whether elements that plain data of the format keeps must be kept.
-            Without it, elements below the smallest numbers of the data may be lost,
-            even at a wrong scale.
         scales: as for `scalify`.
 
     A plain program in the format rounds the arguments' logical values to `dtype`, calls
@@ -90,7 +86,7 @@ def check_scalify(
     leaves = [x.astype(dtype) if is_scaled_array(x) else x for x in leaves]
     if not any(is_scaled_array(x) for x in leaves):
         raise ValueError("check_scalify: give at least one ScaledArray")
-    check = functools.partial(_check, reduction=reduction, strict=strict, scales=scales)
+    check = functools.partial(_check, reduction=reduction, scales=scales)
     first = check(fun, leaves, tree, ways, roundings)
     if grad:
         scaled = [i for i, x in enumerate(leaves) if is_scaled_array(x)]
@@ -113,7 +109,6 @@ def _check(
     roundings: int,
     *,
     reduction: int,
-    strict: bool,
     scales: ScalePolicy,
 ) -> Any:
     """Check one function in all ways to run it."""
@@ -124,12 +119,8 @@ def _check(
     static, dynamic = with_static_scales(leaves), with_dynamic_scales(leaves)
     plain, scaled, jitted = _functions(fun, tree, scales)
     expected = plain(*asarray(leaves))
-    if strict:
-        # What plain code loses as its arguments are rounded is not asked of the scaled
-        # one.
-        narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves)))
-    else:
-        narrow = None
+    # What plain code loses as its arguments are rounded is not asked of the scaled one.
+    narrow = plain(*(_rounded(x, fmt.dtype) for x in asarray(leaves)))
     # Propagated scales store every result in the format of the data.
     wide = _are_wide(plain, leaves) if scales == "auto" else None
     first = None

@@ -42,7 +42,7 @@ _NAN = np.uint32(0x7FC00000)
 _ABOVE_SQRT2 = float(np.nextafter(np.float32(math.sqrt(2.0)), np.float32(2)))
 # The inverse of each scale is a normal FP32 number, too: that of 2^127 is subnormal,
 # which devices may flush to zero.
-MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT = -126, 126
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 
 
 @dataclasses.dataclass(frozen=True)
@@ -471,10 +471,7 @@ def _pow2(x: Any, up_from: float) -> Any:
     # What is missing from the border to the next octave: added to the bits, it carries
     # into the exponent from the border on.
     raised = (bits + (_HIDDEN - border)) & _INFINITY
-    low, high = (
-        np.float32(2.0**e).view(np.uint32)
-        for e in (MIN_SCALE_EXPONENT, MAX_SCALE_EXPONENT)
-    )
+    low, high = (np.float32(s).view(np.uint32) for s in (MIN_SCALE, MAX_SCALE))
     power = jnp.clip(raised, low, high)
     return lax.bitcast_convert_type(
         jnp.where(bits > _INFINITY, bits, power), jnp.float32
@@ -485,14 +482,9 @@ def _pow2_number(x: float, up_from: float) -> float:
     """Return `_pow2` of a Python number."""
     if math.isnan(x):
         return x
-    if x == 0:
-        return 2.0**MIN_SCALE_EXPONENT
-    if math.isinf(x):
-        return 2.0**MAX_SCALE_EXPONENT
     # Not log2, which gives 3 for the largest number below 8.
-    significand, exponent = math.frexp(abs(x))
-    exponent += (2 * significand >= up_from) - 1
-    return 2.0 ** min(max(exponent, MIN_SCALE_EXPONENT), MAX_SCALE_EXPONENT)
+    significand, exponent = math.frexp(min(max(abs(x), MIN_SCALE), MAX_SCALE))
+    return 2.0 ** (exponent - (2 * significand < up_from))
 
 
 _F32 = np.dtype(np.float32)

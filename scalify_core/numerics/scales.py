@@ -21,10 +21,15 @@ import numpy as np
 from jax import lax
 
 from scalify_core.numerics.compiler_hints import barrier, materialize_once
-from scalify_core.numerics.formats import as_float32, pow2_inverse, pow2_round
+from scalify_core.numerics.formats import (
+    MAX_SCALE,
+    MIN_SCALE,
+    as_float32,
+    pow2_inverse,
+    pow2_round,
+)
 
 Scale = Any  # float: static; FP32 jax.Array: dynamic
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 # `MIN_SCALE` is the scale of zeros alone: computed scales of other values are clipped
 # to at least this number, so that none is taken for it.
 LEAST_NONZERO_SCALE = 2.0**-125

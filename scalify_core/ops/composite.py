@@ -122,21 +122,20 @@ class Composite:
         fwd: Callable | None,
         bwd: Callable,
         *,
-        cuda: tuple[Callable, Callable] | None = None,
+        cuda: tuple[Callable | None, Callable | None] = (None, None),
     ) -> None:
         """Set `fwd(*args, **static) -> (out, residuals)` and
         `bwd(residuals, gradient, **static) -> gradients`.
 
         With `fwd` None the residuals are the arguments. The gradients are a tuple, one
         for each argument, None for arguments without one (integers). `cuda` is the same
-        pair for CUDA devices; its residuals must have the shapes and dtypes of the
-        first pair's.
+        pair for CUDA devices, None where it does not differ; its residuals must have
+        the shapes and dtypes of the first pair's.
         """
         if fwd is not None:
             self.fwd = fwd  # type: ignore[method-assign]
         self.bwd = bwd  # type: ignore[method-assign]
-        if cuda is not None:
-            self.cuda_fwd, self.cuda_bwd = cuda
+        self.cuda_fwd, self.cuda_bwd = cuda
 
     def fwd(self, *args: Any, **static: Any) -> tuple[Any, Any]:
         """Return the result and the residuals."""

@@ -313,25 +313,20 @@ def words_of(
         large: for each array, whether its words get a buffer of their own. All large
             arrays of a shape are then rounded by one program.
     """
-    words: list[Any] = [None] * len(numbers)
     alone = [i for i, n in enumerate(numbers) if np.ndim(n) == 0]
     apart = [i for i in alone if large[i]]
     rest = [i for i in alone if not large[i]]
-    table = counter_words(seed, step, _integers(numbers, apart))
-    for i, pair in zip(apart, compiler_hints.separate_buffers(table), strict=True):
-        words[i] = pair
+
+    def table(indices: Sequence[int]) -> jax.Array:
+        return counter_words(seed, step, np.array([numbers[i] for i in indices], int))
+
+    words = dict(zip(apart, compiler_hints.separate_buffers(table(apart)), strict=True))
     for block in itertools.batched(rest, WORDS):
-        table = counter_words(seed, step, _integers(numbers, block))
-        for i, pair in zip(block, table, strict=True):
-            words[i] = pair
+        words |= zip(block, table(block), strict=True)
     return [
-        counter_words(seed, step, n) if pair is None else pair
-        for n, pair in zip(numbers, words, strict=True)
+        words[i] if i in words else counter_words(seed, step, n)
+        for i, n in enumerate(numbers)
     ]
-
-
-def _integers(numbers: Sequence[Any], which: Sequence[int]) -> np.ndarray:
-    return np.array([numbers[i] for i in which], int)
 
 
 def _scale_of_sum(p: ScaledArray, update: jax.Array, top: float) -> jax.Array:
@@ -369,22 +364,14 @@ def scaled_params(params: Any, dtype: Any) -> Any:
     Not for use inside jit: it reads the scales from the device.
     """
 
-    def is_weight(x: Any) -> bool:
-        return hasattr(x, "dtype") and not is_scaled_array(x) and is_float(x)
+    def convert(x: Any) -> Any:
+        if is_scaled_array(x) or not hasattr(x, "dtype") or not is_float(x):
+            return x
+        power = float(_rms_scale(x))
+        scale = 2.0**-6 if power == MIN_SCALE else power
+        return ScaledArray(_at_scale(x, np.float32(scale), np.dtype(dtype)), scale)
 
-    flat = leaves(params)
-    given = [x for x in flat if is_weight(x)]
-    powers = [float(_rms_scale(x)) for x in given]
-    scales = [2.0**-6 if power == MIN_SCALE else power for power in powers]
-    data = [
-        _at_scale(x, np.float32(scale), np.dtype(dtype))
-        for x, scale in zip(given, scales, strict=True)
-    ]
-    scaled = iter(map(ScaledArray, data, scales))
-    return jax.tree.unflatten(
-        structure_of(params),
-        [next(scaled) if is_weight(x) else x for x in flat],
-    )
+    return map_arrays(convert, params)
 
 
 # A program for each shape, and not one for a whole model, which would take longer to

@@ -31,10 +31,6 @@ def embedding(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=jnp.nan)
 
 
-def _embedding_fwd(table: jax.Array, ids: jax.Array) -> tuple:
-    return embedding.fun(table, ids), (table, ids)
-
-
 def _embedding_bwd(residuals: tuple, gradient: jax.Array) -> tuple:
     table, ids = residuals
     zeros = jnp.zeros(table.shape, jnp.float32)
@@ -86,9 +82,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     )
 
 
-embedding.defvjp(
-    _embedding_fwd, _embedding_bwd, cuda=(_embedding_fwd, _embedding_bwd_cuda)
-)
+embedding.defvjp(None, _embedding_bwd, cuda=(None, _embedding_bwd_cuda))
 
 
 # Rotary positions: the rotation of pairs of channels by angles that the caller gives.
@@ -157,12 +151,8 @@ def materialized(x: jax.Array) -> jax.Array:
     return x
 
 
-def _gradient(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (gradient,)
-
-
 materialized.defvjp(
     lambda x: (x, None),
-    _gradient,
-    cuda=(lambda x: (compiler_hints.barrier(x), None), _gradient),
+    lambda _, gradient: (gradient,),
+    cuda=(lambda x: (compiler_hints.barrier(x), None), None),
 )
