@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from scalify_core import tree
 from scalify_core.numerics import compiler_hints
 from trainer.model import Model
 from trainer.models.flops import flops_per_token, param_count
@@ -54,6 +53,7 @@ from trainer.step.clip_and_decay import optimizer_chain
 from trainer.step.evaluate import make_eval_step
 from trainer.step.moments import stacks_of, with_moment_storage
 from trainer.step.optimizers import Optimizer
+from trainer.step.packing import pack
 from trainer.step.stacking import NO_STACKS, Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import subtree_like
@@ -363,7 +363,7 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
     )
     init = task.optimizer().init
     opt_state = jax.eval_shape(
-        lambda p: tree.pack(init(p)) if scale else init(p), task.select_trained(params)
+        lambda p: pack(init(p)) if scale else init(p), task.select_trained(params)
     )
     state = TrainState(
         params, opt_state, state.key, state.scaling, kahan_compensation=compensation

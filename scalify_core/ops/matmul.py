@@ -58,8 +58,7 @@ class Fp8DotGeneral:
     by `jax.lax.dot_general` in the operands' dtype, with a warning once per shape.
     Under `vmap` the sizes are those of one entry, whose gradients would be made one by
     one and then added: give the layer all rows at once.
-    `converted` and `skipped` record the shapes while the layer is traced, so that a
-    trainer can count.
+    `skipped` has the shapes, once the layer was traced.
 
     It is differentiable once. A gradient of a gradient through the product has no
     meaning, since the FP8 operands that the first one keeps have none: in plain
@@ -81,8 +80,7 @@ class Fp8DotGeneral:
             dtype; None: the dtype of the result.
         gradient: the format that the gradient of the result is cast to, E5M2 or E4M3,
             which has a digit more and 14 octaves less.
-        converted: the (rows, columns, contracted) of the products traced as FP8.
-        skipped: those of the other products.
+        skipped: the (rows, columns, contracted) of the products not done in FP8.
     """
 
     name: str = "fp8_dot_general"
@@ -97,9 +95,6 @@ class Fp8DotGeneral:
     # E4M3 halves the rounding error at the same speed, where 18 octaves hold the
     # gradients.
     gradient: FloatFormat = E5M2
-    converted: set[Sizes] = dataclasses.field(
-        default_factory=set, init=False, repr=False
-    )
     skipped: set[Sizes] = dataclasses.field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +166,6 @@ class Fp8DotGeneral:
                     stacklevel=2,
                 )
             return lax.dot_general(lhs, rhs, dims, preferred_element_type=dtype)
-        self.converted.add(sizes)
         dtypes = str(lhs.dtype), str(rhs.dtype), str(dtype)
         product = Product(
             dims,

@@ -245,8 +245,8 @@ def scaled_state(
 def propagated_state(
     tx: optax.GradientTransformation,
     *,
-    fields: Mapping[str, FloatFormat],
-    compute: Any = jnp.float16,
+    fields: Mapping[str, Stored],
+    compute: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` under `scalify`: gradients, parameters and state have `compute` data.
 
@@ -257,16 +257,13 @@ def propagated_state(
 
     Args:
         tx: any transformation.
-        fields: formats with a native dtype, by the names of the state's fields; other
-            fields have `compute` data.
+        fields: the storage of fields, by name, of which the format counts; other fields
+            have `compute` data.
         compute: a float dtype.
 
     Raises:
-        ValueError: from `init`, if the state has no array in a field of a given name; a
-            format has no native dtype.
+        ValueError: from `init`, if the state has no array in a field of a given name.
     """
-    # For `flatten` alone: `scalify` stores them.
-    stored = {name: Stored(fmt, rounding="nearest") for name, fmt in fields.items()}
     tx = optax.with_extra_args_support(tx)
 
     def in_compute(tree: Any) -> Any:
@@ -276,7 +273,7 @@ def propagated_state(
         )
 
     def store(state: Any) -> Any:
-        flat, plans, treedef = flatten(state, stored)
+        flat, plans, treedef = flatten(state, fields)
         return treedef.unflatten(
             [
                 x.astype(plan.how.format.dtype) if plan.how else x

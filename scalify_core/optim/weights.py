@@ -8,7 +8,7 @@ bits, and updates below half of its last place, 2^-12 of its value, are otherwis
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -43,7 +43,6 @@ from scalify_core.numerics.scales import (
     MAX_SCALE,
     MIN_SCALE,
     broadcast_scale,
-    rms_of,
     rms_scale,
 )
 
@@ -378,43 +377,11 @@ def scaled_params(params: Any, dtype: Any) -> Any:
 # compile with every layer. Each result is read before the next program: many small
 # programs that communicate can deadlock.
 _rms_scale = jax.jit(rms_scale)
-_rms = jax.jit(rms_of)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _at_scale(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     return as_scaled_array(x, scale, dtype).data
-
-
-def rms_of_params(params: Any) -> dict[str, float]:
-    """Return the RMS of the data of every ScaledArray in a tree, by its path.
-
-    Not for use inside jit.
-    """
-    named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
-    data = {
-        jax.tree_util.keystr(path): x.data for path, x in named if is_scaled_array(x)
-    }
-    return {path: float(_rms(x)) for path, x in data.items()}
-
-
-def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
-    """Return `params` with some scales multiplied by powers of two, and the data
-    divided.
-
-    Parameters without a path in `powers` are returned unchanged. The values are the
-    same, except that subnormal data may become normal or the reverse, and data beyond
-    the format saturates. A new static scale is a new constant: steps are compiled
-    again.
-    """
-
-    def rescale(path: Any, x: Any) -> Any:
-        power = powers.get(jax.tree_util.keystr(path))
-        if power is None:
-            return x
-        return x.rescale(x.scale * power)
-
-    return jax.tree_util.tree_map_with_path(rescale, params, is_leaf=is_scaled_array)
 
 
 def check_rounding(rounding: str) -> None:

@@ -51,7 +51,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalify_core import tree
 from scalify_core.array.scaled_array import data_of, is_scaled_array, with_scale
 from scalify_core.numerics.formats import FloatFormat
 from trainer.model import Model
@@ -64,6 +63,7 @@ from trainer.precision.blocks import BLOCK_FIGURES, Cast, block_figures
 from trainer.precision.methods import Blocks
 from trainer.precision.policy import Policy
 from trainer.step.optimizers import MOMENT_KEYS, OPTIMIZERS
+from trainer.step.packing import unpack
 from trainer.step.state import TrainState
 from trainer.step.step import Tokens, sequence_keys
 from trainer.workload import TrainTask
@@ -531,7 +531,7 @@ def make_numerics(
     ) -> dict[str, float]:
         state = dataclasses.replace(sharded_state, params=gather(sharded_state.params))
         params = leaves_by_name(state.params)
-        moments = tree.unpack(state.opt_state)
+        moments = unpack(state.opt_state)
         mu, nu = (
             moments_by_name(moments, task.optimizer_settings.name, key)
             for key in MOMENT_KEYS

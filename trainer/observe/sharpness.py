@@ -33,11 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalify_core import asarray, tree, weights
+from scalify_core import asarray, weights
 from trainer.model import Model
 from trainer.parallel.distribute import amax_over, loss_over, squared_norms_over
 from trainer.parallel.mesh import replicated
 from trainer.parallel.sharding import param_specs
+from trainer.step.packing import unpack
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
 from trainer.step.step import Tokens
@@ -177,7 +178,7 @@ def make_unit_update(
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
         updates, _ = task.optimizer(0).update(
             grads,
-            tree.unpack(state.opt_state),
+            unpack(state.opt_state),
             params,
             accept=jnp.isfinite(norm),
             grad_norm=norm,

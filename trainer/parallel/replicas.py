@@ -37,6 +37,7 @@ from trainer.parallel.mesh import (
     replicated,
 )
 from trainer.parallel.sharding import param_specs
+from trainer.step.packing import pack
 from trainer.step.state import Replicas, TrainState
 from trainer.step.state_tree import subtree_like, with_subtree
 from trainer.step.step import Metrics, StepFn, StepInputs, Tokens
@@ -121,7 +122,7 @@ def with_replicas(state: TrainState, outer: OuterOptimizer) -> TrainState:
     num_replicas = outer.settings.num_replicas
     opt_state, scaling = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
-        (tree.pack(state.opt_state), state.scaling),
+        (pack(state.opt_state), state.scaling),
     )
     states = TrainState(
         repeat_for_replicas(state.params, num_replicas),
@@ -221,8 +222,14 @@ def with_rescaled_params(state: TrainState, params: Any) -> TrainState:
     if state.diloco is None:
         return dataclasses.replace(state, params=params)
     states = state.diloco.states
+
+    def rescaled(x: Any, y: Any) -> Any:
+        if not is_scaled_array(x):
+            return x
+        return x.rescale(y.scale).astype(y.dtype)
+
     states = dataclasses.replace(
-        states, params=tree.rescaled_like(states.params, params)
+        states, params=tree.map_arrays(rescaled, states.params, params)
     )
     return dataclasses.replace(
         state, params=params, diloco=dataclasses.replace(state.diloco, states=states)

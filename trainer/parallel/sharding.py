@@ -23,9 +23,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
-from scalify_core.array.tree import Packed, map_arrays
+from scalify_core.array.tree import map_arrays
 from trainer.models.roles import Role, role_of
 from trainer.parallel.mesh import REPLICA
+from trainer.step.packing import Packed
 from trainer.step.state import REPLICA_FIELDS
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from scalify_core import weights
 from trainer.errors import UserError
 from trainer.files import well_formed
 from trainer.observe.records import read_rows
@@ -20,7 +19,11 @@ from trainer.run.totals import Totals
 from trainer.step.evaluate import Evaluation
 from trainer.step.state import TrainState
 from trainer.step.step import StepFn, Tokens
-from trainer.step.weight_rescale import rescale_factors
+from trainer.step.weight_rescale import (
+    rescale_factors,
+    rescale_params,
+    rms_of_params,
+)
 from trainer.workload import TrainTask, compile_step
 
 # `loop.roll_back` finds the callback by this name.
@@ -164,11 +167,11 @@ def with_new_scales(
         limit = MATRIX_MAX_LOG2_ERROR if path in matrices else VECTOR_MAX_LOG2_ERROR
         return abs(math.log2(factor)) >= limit
 
-    factors = rescale_factors(weights.rms_of_params(state.params), task.model.roles)
+    factors = rescale_factors(rms_of_params(state.params), task.model.roles)
     if not any(is_off(path, factor) for path, factor in factors.items()):
         return None
     changed = {path: factor for path, factor in factors.items() if factor != 1}
-    params = weights.rescale_params(state.params, changed)
+    params = rescale_params(state.params, changed)
     rescaled = with_rescaled_params(state, params)
     changes = [
         f"{'.'.join(re.findall(r'\w+', path))} 2^{math.log2(factor):g}"

@@ -41,9 +41,8 @@ def with_moment_storage(
     def with_storage(state: Any) -> optax.GradientTransformationExtraArgs:
         fields = storage_by_field(name, policy, state)
         if policy.propagated_update:
-            formats = {field: storage.format for field, storage in fields.items()}
             return optim.propagated_state(
-                tx, fields=formats, compute=DTYPES[policy.compute]
+                tx, fields=fields, compute=DTYPES[policy.compute]
             )
         return optim.scaled_state(tx, seed=seed, fields=fields)
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from scalify_core import ScaledArray, tree
 from scalify_core.array.scaled_array import is_scaled_array
+from trainer.step.packing import pack, unpack
 from trainer.step.state_tree import first_nonfinite_leaf, replicated_like
 
 # Fields of `Replicas` whose arrays have a leading axis of replicas. `parallel.sharding`
@@ -53,7 +54,7 @@ class TrainState:
       params: nested dictionaries of arrays, or of ScaledArrays whose scales are static:
         constants of compiled steps.
       opt_state: the state of the optax transformation; its count is the number of
-        applied updates. In training it is packed (`scalify_core.array.tree.Packed`).
+        applied updates. In training it is packed (`trainer.step.packing.Packed`).
       key: base PRNG key; a step's randomness comes from `fold_in(key, inputs.step)`.
       scaling: state of the scaling method: amax histories, a loss scale, or ().
       diloco: the replicas of a run with DiLoCo.
@@ -109,7 +110,7 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
         return tree.map_arrays(replicate_scale, tree.with_dynamic_scales(part))
 
     unpacked = dataclasses.replace(
-        state, opt_state=tree.unpack(state.opt_state), diloco=None
+        state, opt_state=unpack(state.opt_state), diloco=None
     )
     return dataclasses.replace(
         in_checkpoint_form(unpacked),
@@ -124,7 +125,7 @@ def from_checkpoint_form(state: TrainState) -> TrainState:
     return dataclasses.replace(
         state,
         params=tree.with_static_scales(state.params),
-        opt_state=tree.pack(state.opt_state),
+        opt_state=pack(state.opt_state),
         diloco=_convert_replica_params(tree.with_static_scales, state.diloco),
     )
 

@@ -18,6 +18,7 @@ from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.amax import squares_of_rows, sums_of_squares
 from scalify_core.optim import AmaxFn
 from trainer.precision.gradients import LossGradient, ValueAndGrad
+from trainer.step.packing import Packed, pack, unpack
 from trainer.step.stacking import Stacks
 from trainer.step.state import TrainState
 from trainer.step.state_tree import with_subtree
@@ -181,7 +182,7 @@ def make_train_step(
         grad_norm = jnp.sqrt(jnp.sum(squares))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        opt_state = tree.unpack(state.opt_state)
+        opt_state = unpack(state.opt_state)
         params = select_trained(state.params)
         stacked_params = stacks.stack(params)
         updates, new_opt_state = setup.make_optimizer(inputs.seed).update(
@@ -197,8 +198,8 @@ def make_train_step(
             leaf_indices=stacks.leaf_indices(getattr(opt_state, "inner_state", None)),
         )
         new_opt_state = stacks.unstack(new_opt_state, opt_state)
-        if isinstance(state.opt_state, tree.Packed):
-            new_opt_state = tree.pack(new_opt_state)
+        if isinstance(state.opt_state, Packed):
+            new_opt_state = pack(new_opt_state)
         # The rate is an input of the program, so that a schedule does not recompile it.
         updates = jax.tree.map(lambda u: inputs.lr * u, weights.wide(updates))
         new_params, compensation = weights.apply_with_compensation(

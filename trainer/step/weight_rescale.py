@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 
+from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics.formats import pow2_floor, pow2_round
+from scalify_core.numerics.scales import rms_of
 
 
 def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
@@ -59,3 +61,37 @@ def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
         if role.gated and role.kind == "column":
             column_rms.append(rms[path] / powers[path])
     return powers
+
+
+def rms_of_params(params: Any) -> dict[str, float]:
+    """Return the RMS of the data of every ScaledArray in a tree, by its path.
+
+    Not for use inside jit.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled_array)
+    data = {
+        jax.tree_util.keystr(path): x.data for path, x in named if is_scaled_array(x)
+    }
+    return {path: float(_rms(x)) for path, x in data.items()}
+
+
+def rescale_params(params: Any, powers: Mapping[str, float]) -> Any:
+    """Return `params` with some scales multiplied by powers of two, and the data
+    divided.
+
+    Parameters without a path in `powers` are returned unchanged. The values are the
+    same, except that subnormal data may become normal or the reverse, and data beyond
+    the format saturates. A new static scale is a new constant: steps are compiled
+    again.
+    """
+
+    def rescale(path: Any, x: Any) -> Any:
+        power = powers.get(jax.tree_util.keystr(path))
+        if power is None:
+            return x
+        return x.rescale(x.scale * power)
+
+    return jax.tree_util.tree_map_with_path(rescale, params, is_leaf=is_scaled_array)
+
+
+_rms = jax.jit(rms_of)

@@ -136,8 +136,10 @@ class Operands(NamedTuple):
     @classmethod
     def quantize(cls, q: jax.Array, k: jax.Array, v: jax.Array) -> "Operands":
         """Round q, k and v."""
-        data, units = zip(*(measured(x, E4M3.dtype) for x in (q, k, v)), strict=True)
-        return cls(*data, jnp.stack(units))
+        (q8, q_unit), (k8, k_unit), (v8, v_unit) = (
+            measured(x, E4M3.dtype) for x in (q, k, v)
+        )
+        return cls(q8, k8, v8, jnp.stack([q_unit, k_unit, v_unit]))
 
 
 class Residuals(NamedTuple):

@@ -149,9 +149,6 @@ def test_tree_functions_take_a_scaled_array_as_one_leaf():
     static = tree.with_static_scales(params)
     assert (static[0].scale, static[0].is_static) == (4.0, True)
     assert not tree.with_dynamic_scales(static)[0].is_static
-    moved, _ = tree.rescaled_like([ScaledArray(X, 1.0), params[1]], static)
-    assert moved.scale == 4.0
-    assert_array_equal(asarray(moved), X)
 
 
 @pytest.mark.parametrize("use", [float, "{:.3f}".format])

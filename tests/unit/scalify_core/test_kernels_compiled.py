@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from propagated import scalify
 
-from scalify_core import ScaledArray, asarray, tree
+from scalify_core import ScaledArray, asarray
 from scalify_core.array.scaled_array import is_scaled_array
 from scalify_core.numerics import compiler_hints
 from scalify_core.numerics.formats import E4M3, E5M2, FP16
@@ -33,6 +33,7 @@ from scalify_core.ops.matmul import Fp8DotGeneral, fp8_dot_general
 from scalify_core.optim import Stored, scaled_state
 from scalify_core.optim.weights import apply_updates
 from scalify_core.static import set_scaling
+from trainer.step.packing import pack, unpack
 
 
 def written(text):
@@ -214,12 +215,12 @@ def test_on_a_gpu_the_step_holds_fp32_values_of_one_parameter_at_most(storage, t
     )
 
     def step(params, state, grads, number):
-        updates, state = tx.update(grads, tree.unpack(state), params)
+        updates, state = tx.update(grads, unpack(state), params)
         updates = jax.tree.map(lambda u: -1e-3 * u, updates)
         how = {"rounding": "stochastic", "seed": 0, "step": number}
-        return apply_updates(params, updates, **how), tree.pack(state)
+        return apply_updates(params, updates, **how), pack(state)
 
-    state = jax.eval_shape(lambda p: tree.pack(tx.init(p)), params)
+    state = jax.eval_shape(lambda p: pack(tx.init(p)), params)
     compiled = compiled_for_a_gpu(
         jax.jit(step, donate_argnums=(0, 1)),
         (params, state, grads, jax.ShapeDtypeStruct((), jnp.int32)),

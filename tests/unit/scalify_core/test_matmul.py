@@ -128,7 +128,7 @@ def test_sizes_that_are_not_multiples_of_16_fall_back_once_a_shape_and_are_named
     dot(lhs, rhs, MATRIX)  # a second warning would be an error
     assert_array_equal(out, lax.dot_general(lhs, rhs, MATRIX))
     dot(ONES, ONES, MATRIX)
-    assert (dot.skipped, dot.converted) == ({(16, 32, 20)}, {(16, 16, 16)})
+    assert dot.skipped == {(16, 32, 20)}
 
 
 REFUSED = {

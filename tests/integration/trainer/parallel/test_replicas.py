@@ -22,6 +22,7 @@ from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.start import restore_state
 from trainer.step.state import from_checkpoint_form, to_checkpoint_form
+from trainer.step.weight_rescale import rescale_params
 from trainer.workload import (
     compile_step,
     first_state,
@@ -151,7 +152,7 @@ def test_a_replica_may_be_several_devices():
 def test_new_scales_leave_the_values_and_are_those_of_replicas_and_outer_weights():
     state = first(task_of(NARROW, "scalify_fp8_fp16"))
     paths = [jax.tree_util.keystr(path) for path, _ in tree_leaves(state.params)]
-    halved = weights.rescale_params(state.params, dict.fromkeys(paths, 0.5))
+    halved = rescale_params(state.params, dict.fromkeys(paths, 0.5))
     moved = with_rescaled_params(state, halved)
     for new, old in ((moved, state), (moved.diloco.states, state.diloco.states)):
         assert bits(weights.wide(new.params)) == bits(weights.wide(old.params))

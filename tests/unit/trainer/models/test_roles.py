@@ -10,11 +10,12 @@ import optax
 import pytest
 from flax import nnx
 
-from scalify_core import as_scaled_array, tree
+from scalify_core import as_scaled_array
 from trainer.models.flops import linear_sizes
 from trainer.models.model_functions import functions_of_module
 from trainer.models.registry import SPECS, family_of
 from trainer.models.roles import Role, role_of
+from trainer.step.packing import pack, unpack
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = {"vocab_size": 61, "context": 8, "n_layer": 2, "n_head": 2, "d_model": 16}
@@ -70,7 +71,7 @@ def test_moments_of_a_parameter_have_its_role_and_counts_have_none(transformatio
 def test_scaled_and_packed_moments_have_the_role_too():
     roles = {"h": {0: {"kernel": Role("column")}}}
     moments = as_scaled_array({"h": {0: {"kernel": jnp.ones((2, 2))}}})
-    unpacked = tree.unpack(tree.pack({"mu": moments}))
+    unpacked = unpack(pack({"mu": moments}))
     (path, _), *_ = jax.tree_util.tree_leaves_with_path(unpacked)
     assert role_of(roles, path) == Role("column")
     assert role_of(roles, path[:-2]) is None  # a module
