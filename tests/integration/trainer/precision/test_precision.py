@@ -26,13 +26,13 @@ from precisions import (
 
 from scalify_core import ScaledArray, scalify
 from scalify_core.array.scaled_array import asarray, is_scaled_array
-from scalify_core.array.tree import unpack
 from scalify_core.optim.weights import wide
 from trainer.precision.arrays import dot_general_for
 from trainer.precision.gradients import GROWTH_STEPS, LossScale, next_loss_scale
 from trainer.run.builtin_callbacks import with_new_scales
 from trainer.run.checkpoint import Checkpointer
 from trainer.run.converting import convert_state
+from trainer.step.packing import unpack
 from trainer.step.state import from_checkpoint_form, to_checkpoint_form
 from trainer.workload import (
     abstract_state,
