@@ -38,6 +38,7 @@ from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import at_least_float32, is_float
 from scalify_core.numerics.jaxprs import IN_FULL, PRODUCTS
+from scalify_core.numerics.precision_warnings import LOST
 
 # An error of 0 gives way to the first figures that are measured.
 NOT_MEASURED = Figures(1.0, 1.0, *(0.0,) * 9)
@@ -50,7 +51,6 @@ def explain(
     fun: Callable,
     *args: Any,
     scales: ScalePolicy = "auto",
-    tolerance: float = 0.01,
     **kwargs: Any,
 ) -> Explanation:
     """Explain the scales of `scalify(fun)(*args, **kwargs)`, and the first loss of
@@ -62,6 +62,11 @@ def explain(
     than a compiled program by orders of magnitude: use a small batch. Branches of
     `cond` and the number of iterations of `while` are those of the scaled program.
 
+    Values are lost where the error of a tensor exceeds 1%, and twice the error of the
+    operands: the norm of its difference from plain FP32, over the norm of plain FP32.
+    The cause is underflow, saturation, or a scale that is astray. If a coarser format
+    takes part (FP8), its epsilon is the limit.
+
     Args:
         fun: function of pytrees.
         args: its arguments, at least one of them a ScaledArray.
@@ -69,11 +74,6 @@ def explain(
             expected RMS. Rows of values that are not stored have FP32 numbers without a
             scale. The losses of a cast are reported at the equation that reads the cast
             copy.
-        tolerance: the limit of a tensor's error: the norm of its difference from plain
-            FP32, over the norm of plain FP32. Values are lost where the error exceeds
-            the limit, and twice the error of the operands. The cause is underflow,
-            saturation, or a scale that is astray. If a coarser format takes
-            part (FP8), its epsilon is the limit.
         kwargs: keyword arguments of `fun`.
 
     Returns:
@@ -104,12 +104,11 @@ def explain(
         raise TypeError(
             "explain: call it outside of jit, grad and vmap; it evaluates eagerly"
         )
-    recorder = Recorder(tolerance, measures=scales == "auto")
+    recorder = Recorder(measures=scales == "auto")
     errors = recorder.errors(program.jaxpr, leaves, program.dtypes)
     return Explanation(
         list(recorder.rows.values()),
         errors,
-        tolerance,
         recorder.first_difference,
         program.unknown,
     )
@@ -139,8 +138,7 @@ class Recorder(precision_warnings.Observer):
     transformation traces, as the body of a `shard_map`, is part of its equation.
     """
 
-    def __init__(self, tolerance: float, *, measures: bool) -> None:
-        self.tolerance = tolerance
+    def __init__(self, *, measures: bool) -> None:
         self.evaluate = Evaluator(measures, self)
         self.rows: dict[tuple, Row] = {}
         # Booleans and integers have no error to measure: only the first place where
@@ -339,7 +337,7 @@ class Recorder(precision_warnings.Observer):
         # roundings, as in plain FP16 code.
         wrong = np.linalg.norm(np.asarray(v.logical(result.value)) - exact)
         expected = units[0] * units[1] * math.sqrt(max(size.sum(), 0.0))
-        limit = max(self.tolerance, epsilon(row.dtype, *result.formats))
+        limit = max(LOST, epsilon(row.dtype, *result.formats))
         if wrong > limit * expected:
             row.see(figures, result.when, loses=True)
 
@@ -417,9 +415,7 @@ class Recorder(precision_warnings.Observer):
             data = x.value.data if isinstance(x.value, Value) else x.value
             # The data's own dtype: a value that is not stored has FP32's range.
             least = float(jnp.finfo(data.dtype).tiny)
-            loses = x.figures.loses(
-                self.tolerance, epsilon(x.row.dtype, *x.formats), least
-            )
+            loses = x.figures.loses(epsilon(x.row.dtype, *x.formats), least)
             x.row.see(x.figures, x.when, loses=loses)
 
     def as_read(self, x: Tensor, read: Callable) -> Tensor:

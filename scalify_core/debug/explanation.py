@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from scalify_core.debug.source_location import Place
+from scalify_core.numerics.precision_warnings import LOST
 
 # Octaves. A scale so near to the true RMS does not round worse, see `scales.near`.
 ASTRAY = 4.0
@@ -67,16 +68,14 @@ class Figures(NamedTuple):
             return 0.0
         return math.log2(self.due / self.expected)
 
-    def loses(self, tolerance: float, epsilon: float, least: float) -> bool:
+    def loses(self, epsilon: float, least: float) -> bool:
         """Return whether this equation first loses values to a tensor's range.
 
-        Losses to rounding do not count. If the narrowest format is coarser than the
-        tolerance (FP8), or the operands' errors are as large, vanished elements are
+        Losses to rounding do not count. If the narrowest format is coarser than `LOST`
+        (FP8), or the operands' errors are as large, vanished elements are
         only noise.
 
         Args:
-            tolerance: the limit of the error, and of the share of elements that vanish
-                beside larger ones, however small their part in the norm.
             epsilon: that of the narrowest format that takes part; errors below it are
                 noise.
             least: the smallest normal number of the data. Not far above it, bits are
@@ -85,16 +84,15 @@ class Figures(NamedTuple):
         # Cancellation makes an error, too, with nothing flushed or saturated: no range
         # causes that.
         reason = (
-            self.flushed_norm > tolerance / 2
+            self.flushed_norm > LOST / 2
             or self.saturated > 0
             or 0 < self.due < 2**ASTRAY * least
         )
         # An equation that doubles the error of its operands only passes it on.
-        wrong = self.error > max(tolerance, epsilon, 2 * self.operand_error)
-        vanishes = max(epsilon, self.operand_error) <= tolerance
-        vanishes = vanishes and self.vanished > max(
-            tolerance, 2 * self.operand_vanished
-        )
+        wrong = self.error > max(LOST, epsilon, 2 * self.operand_error)
+        # However small their part in the norm.
+        vanishes = max(epsilon, self.operand_error) <= LOST
+        vanishes = vanishes and self.vanished > max(LOST, 2 * self.operand_vanished)
         return (reason and wrong) or vanishes
 
 
@@ -169,7 +167,6 @@ class Explanation:
         rows: a Row for each floating-point result with a scale, of each equation.
         errors: the error of each floating-point result of the function, in the order of
             its leaves.
-        tolerance: errors above it count as lost values.
         first_difference: the place where booleans or integers, such as comparisons,
             first differ from plain FP32; None: nowhere.
         unknown: the reason why the FP32 products of plain code are unknown; None: they
@@ -178,7 +175,6 @@ class Explanation:
 
     rows: list[Row]
     errors: list[float]
-    tolerance: float
     first_difference: str | None = None
     unknown: str | None = None
 
@@ -264,19 +260,16 @@ class Explanation:
         Results may be off all the same.
         """
         # `not <=`: a NaN is off, too.
-        off = [x for x in self.errors if not x <= self.tolerance]
+        off = [x for x in self.errors if not x <= LOST]
         if not off:
-            return (
-                f"nothing is lost (beyond {self.tolerance:.1%} of a"
-                f" norm){self._flushed()}"
-            )
+            return f"nothing is lost (beyond {LOST:.1%} of a norm){self._flushed()}"
         reason = (
             self.first_difference
             or "roundings are left where larger numbers cancel, the format is coarse,"
             " or plain 16-bit arrays, which have no scale, were computed with"
         )
         return (
-            f"no equation loses much (beyond {self.tolerance:.1%}), but a result is off"
+            f"no equation loses much (beyond {LOST:.1%}), but a result is off"
             f" by {max(off):.1e}: {reason}"
         )
 
@@ -288,7 +281,7 @@ class Explanation:
         """
         # A gradient may have 29% zeros and none of its norm in them.
         row = max(self.rows, key=lambda row: row.figures.flushed, default=None)
-        if row is None or row.figures.flushed <= self.tolerance:
+        if row is None or row.figures.flushed <= LOST:
             return ""
         return (
             f"; but zero in {row.dtype} beside much larger ones are"

@@ -398,4 +398,4 @@ def test_values_near_the_smallest_normal_number_lose_bits_before_they_are_zero()
         operand_vanished=0.0,
     )  # fmt: skip
     for due, loses in ((8 * tiny, True), (32 * tiny, False), (0.0, False)):
-        assert figures._replace(due=due).loses(0.01, 2.0**-11, tiny) == loses
+        assert figures._replace(due=due).loses(2.0**-11, tiny) == loses
