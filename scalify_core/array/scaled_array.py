@@ -15,6 +15,7 @@ from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import (
     as_float32,
     has_range_of_float32,
+    is_float,
     pow2_round,
     saturating_cast,
 )
@@ -70,10 +71,10 @@ class ScaledArray:
             scale: Python or NumPy number (static), or FP32 array (dynamic).
 
         Raises:
-            TypeError: `data` or a dynamic scale is an array of integers, booleans or
-                complex numbers.
+            TypeError: `data` is an array of integers, booleans or complex numbers.
             ValueError: a static scale, or a NumPy one, is not a power of two in
-                [2^-126, 2^126]; a dynamic scale has another shape than those above.
+                [2^-126, 2^126]; a dynamic scale has another shape than those above, or
+                no float dtype.
         """
         # A tree of vmap's axes, `in_axes=ScaledArray(0, None)`, holds a number for the
         # data.
@@ -513,21 +514,13 @@ def check_known(scale: Any) -> None:
 
 
 def check_dynamic(data: Any, scale: Any) -> None:
-    """Check that an array can be the run-time scale of this data.
-
-    Raises:
-        TypeError: it is not of a floating-point dtype.
-        ValueError: its shape does not match the data.
-    """
-    if hasattr(scale, "dtype") and not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(
-            f"ScaledArray: the scale is an array of {scale.dtype}, expected float32"
-        )
-    if len(scale.shape) > len(data.shape) or any(
-        s not in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
-    ):
+    """Raise ValueError for an array that cannot be the run-time scale of this data."""
+    fits = len(scale.shape) <= len(data.shape) and all(
+        s in (1, n) for s, n in zip(scale.shape, data.shape, strict=False)
+    )
+    if not fits or not is_float(scale):
         raise ValueError(
-            f"ScaledArray: scale of shape {scale.shape} for data of shape {data.shape},"
-            " expected a scalar, the shape of leading axes, or size 1 or that of the"
-            " data along each axis"
+            f"ScaledArray: scale {jax.typeof(scale)} for data {jax.typeof(data)},"
+            " expected float32, a scalar, the shape of leading axes, or size 1 or that of"
+            " the data along each axis"
         )

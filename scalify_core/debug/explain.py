@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from scalify_core.interpreter import value as v
 from scalify_core.interpreter.evaluator import Evaluator, as_operand, is_plain
 from scalify_core.interpreter.measured import policy as measuring
 from scalify_core.interpreter.reference_trace import traced
-from scalify_core.interpreter.transform import ScalePolicy, call_of
+from scalify_core.interpreter.transform import ScalePolicy, call_of, measures_scales
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import precision_warnings
 from scalify_core.numerics.formats import at_least_float32, is_float
@@ -91,20 +91,17 @@ def explain(
             "explain: no argument is a ScaledArray; as_scaled_array(x,"
             " dtype=jnp.float16) makes them"
         )
-    if scales not in get_args(ScalePolicy):
-        raise ValueError(
-            f"explain: scales={scales!r}, expected one of {get_args(ScalePolicy)}"
-        )
+    measures = measures_scales(scales)
     # The second trace finds the products that plain code has in FP32. Under propagated
     # scales these have the format of the data, too.
-    program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
+    program, closed_over = traced(call.fun, leaves, narrow=measures)
     if closed_over or any(
         isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaves)
     ):
         raise TypeError(
             "explain: call it outside of jit, grad and vmap; it evaluates eagerly"
         )
-    recorder = Recorder(measures=scales == "auto")
+    recorder = Recorder(measures=measures)
     errors = recorder.errors(program.jaxpr, leaves, program.dtypes)
     return Explanation(
         list(recorder.rows.values()),

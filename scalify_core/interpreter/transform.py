@@ -86,12 +86,8 @@ def scalify(
         ValueError: `scales` is unknown.
         TypeError: differentiated with respect to a ScaledArray.
     """
-    if scales not in get_args(ScalePolicy):
-        raise ValueError(
-            f'scalify: scales={scales!r}, expected "auto" (measured where stored) or'
-            ' "static" (propagated)'
-        )
-    evaluate = Evaluator(scales == "auto").arrays
+    measures = measures_scales(scales)
+    evaluate = Evaluator(measures).arrays
 
     @functools.wraps(fun)
     def scalified(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +103,7 @@ def scalify(
         # Outside of `jit` a wrong scale is named here, by its argument's path; under
         # `jit` the data reads as NaN.
         leaves = _checked(call.leaves, call.names)
-        program, closed_over = traced(call.fun, leaves, narrow=scales == "auto")
+        program, closed_over = traced(call.fun, leaves, narrow=measures)
         program.warn()
         leaves = [*closed_over, *leaves]
         # Only plain floats can be differentiated from outside: without them the
@@ -119,6 +115,16 @@ def scalify(
         return call.unflatten(results)
 
     return scalified
+
+
+def measures_scales(scales: ScalePolicy) -> bool:
+    """Return whether scales are measured; ValueError: there is no such policy."""
+    if scales not in get_args(ScalePolicy):
+        raise ValueError(
+            f'scales={scales!r}, expected "auto" (measured where stored) or "static"'
+            " (propagated)"
+        )
+    return scales == "auto"
 
 
 def _checked(leaves: Sequence[Any], names: Callable[[], Sequence[str]]) -> list[Any]:

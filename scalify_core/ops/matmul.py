@@ -206,11 +206,8 @@ warning once per shape. It is differentiable once.
 
 def normalized(dimension_numbers: Any) -> DimensionNumbers:
     """Return hashable dimension numbers: tuples at every level."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    return (tuple(lhs_contract), tuple(rhs_contract)), (
-        tuple(lhs_batch),
-        tuple(rhs_batch),
-    )
+    contract, batch = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+    return contract, batch
 
 
 def matrix_sizes(

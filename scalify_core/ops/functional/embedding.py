@@ -140,7 +140,7 @@ def _rope_bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tu
 _rope.defvjp(lambda x, cos, sin: (_rope.fun(x, cos, sin), (cos, sin)), _rope_bwd)
 
 
-@composite(cuda=compiler_hints.barrier)
+@composite
 def materialized(x: jax.Array) -> jax.Array:
     """Return `x`; on CUDA, it is written once, in its own format, and read from memory.
 
@@ -148,11 +148,9 @@ def materialized(x: jax.Array) -> jax.Array:
     into each of several readers, and store the FP32 array. Use it for arrays that are
     stored in any case: the residual stream.
     """
-    return x
+    return compiler_hints.kept_narrow(x)
 
 
 materialized.defvjp(
-    lambda x: (x, None),
-    lambda _, gradient: (gradient,),
-    cuda=(lambda x: (compiler_hints.barrier(x), None), None),
+    lambda x: (compiler_hints.kept_narrow(x), None), lambda _, gradient: (gradient,)
 )

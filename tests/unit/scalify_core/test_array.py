@@ -51,12 +51,13 @@ def test_a_scale_that_is_no_power_of_two_in_range_is_an_error(scale):
 
 
 def test_data_and_scales_of_other_dtypes_and_shapes_are_errors():
-    for data, scale in ((jnp.arange(3), 1.0), (X, jnp.int32(2))):
-        with pytest.raises(TypeError, match="int32"):
-            ScaledArray(data, scale)
-    for shape in ((5,), (8,), (4, 3), (1, 4, 8)):
-        with pytest.raises(ValueError, match="shape"):
-            ScaledArray(X, jnp.ones(shape))
+    with pytest.raises(TypeError, match="int32"):
+        ScaledArray(jnp.arange(3), 1.0)
+    for scale in (jnp.int32(2), *map(jnp.ones, ((5,), (8,), (4, 3), (1, 4, 8)))):
+        with pytest.raises(
+            ValueError, match=r"scale \w+32\[.* for data float32\[4,8\]"
+        ):
+            ScaledArray(X, scale)
     with pytest.raises(TypeError, match=r"float16.*a dtype is given by.*dtype="):
         as_scaled_array(X, HALF)
 
