@@ -49,8 +49,11 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     flags = params["name"], donated, params["inline"], params["keep_unused"]
-    # Constants enter as structure: as arrays they would count as scale 1 inside.
-    packed = pack(operands, _integers_made_floats(params["jaxpr"]))
+    # Constants enter as structure: as arrays they would count as scale 1 inside. So do
+    # Python's integers, such as the 0 of `jnp.where(mask, x, 0)`, which becomes a float
+    # inside.
+    numbers = [i for i, var in enumerate(eqn.invars) if var.aval.weak_type]
+    packed = pack(operands, numbers)
     out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
     # An argument that comes back is that argument: no copy, and no new scale.
     returned = _arguments_returned(params["jaxpr"])
@@ -80,34 +83,6 @@ def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
                 if i is not None:
                     origins[var] = origin(eqn.invars[i])
     return tuple(map(origin, jaxpr.outvars))
-
-
-@per_jaxpr
-def _integers_made_floats(jaxpr: Any) -> frozenset[int]:
-    """Return the positions of integer arguments that the jaxpr converts to floats.
-
-    Such a constant is the 0 of `jnp.where(mask, x, 0)`, `jnp.clip` or `jnp.pad`. It
-    must not set the scale of the values beside it. Other integers, such as indices, are
-    not part of a traced function's structure: each would be traced anew.
-    """
-    made = set()
-    for eqn in jaxpr.eqns:
-        for i, variable in enumerate(eqn.invars):
-            if not isinstance(variable, Literal) and _is_made_float(eqn, i):
-                made.add(variable)
-    return frozenset(
-        i
-        for i, x in enumerate(jaxpr.invars)
-        if x in made and jnp.issubdtype(x.aval.dtype, jnp.integer)
-    )
-
-
-def _is_made_float(eqn: Any, operand: int) -> bool:
-    if eqn.primitive.name == "jit":
-        return operand in _integers_made_floats(eqn.params["jaxpr"])
-    return eqn.primitive.name == "convert_element_type" and jnp.issubdtype(
-        eqn.params["new_dtype"], jnp.floating
-    )
 
 
 @per_jaxpr

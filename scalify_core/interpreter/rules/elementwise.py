@@ -1,6 +1,8 @@
 """Elementwise arithmetic, in FP32 and in the logical value's order of operations."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,16 +63,16 @@ def _mul(eqn: Any, a: Any, b: Any) -> Value:
         ):
             return _times_constant(other, constant)
     (a, b), dtype = lifted(a, b)
-    return _product(a, b, bind(eqn, v.data32(a), v.data32(b)), dtype)
+    return _product(functools.partial(bind, eqn), a, b, dtype)
 
 
-def _product(a: Value, b: Value, data: Any, dtype: np.dtype) -> Value:
-    """Return the product of two values, given that of their data."""
+def _product(on_data: Callable, a: Value, b: Value, dtype: np.dtype) -> Value:
+    """Return the product of two values, of whose data `on_data` is the product."""
     # A run-time scale of 2^-65 squared stays at 2^-126: the factor that is missing goes
     # into the data.
     scale, rest = sc.product_and_rest(a.multiple, b.multiple)
-    rms = a.expected_rms * b.expected_rms
-    return v.settled(sc.times(data, rest), scale, rms, dtype)
+    data = sc.times(on_data(v.data32(a), v.data32(b)), rest)
+    return v.settled(data, scale, a.expected_rms * b.expected_rms, dtype)
 
 
 def _times_constant(x: Value, constant: float) -> Value:
@@ -115,7 +117,7 @@ def _div(eqn: Any, a: Any, b: Any) -> Value:
     else:
         b = v.as_divisor(b)
     inverse = v.value(b.data, sc.ratio(1.0, b.scale), 1 / b.expected_rms, dtype)
-    return _product(a, inverse, bind(eqn, v.data32(a), v.data32(b)), dtype)
+    return _product(functools.partial(bind, eqn), a, inverse, dtype)
 
 
 @rule("integer_pow", "square")
@@ -132,7 +134,7 @@ def _integer_pow(eqn: Any, x: Value) -> Any:
     out = x
     for _ in range(abs(n) - 1):
         # One factor at a time: the fourth power of 2^-40 leaves the range of scales.
-        out = _product(out, x, lax.mul(v.data32(out), v.data32(x)), dtype)
+        out = _product(lax.mul, out, x, dtype)
     return out
 
 
