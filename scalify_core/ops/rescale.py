@@ -45,7 +45,7 @@ def set_scaling(x: jax.Array, scale: float) -> jax.Array:
 
 
 def get_data_scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `(x, 1)`; under `scalify`, the data and the scale as plain FP32 arrays,
+    """Return `(x, 1)`; with static scales, the data and the scale as plain FP32 arrays,
     for statistics. Not differentiable.
     """
     # Neither data nor scale alone has a gradient that means anything.

@@ -12,7 +12,6 @@ from scalify_core.interpreter.composite_calls import (
     in_order,
     unused_scales,
 )
-from scalify_core.interpreter.measured import quantize
 from scalify_core.interpreter.measured.policy import (
     like,
     measured_composite,
@@ -63,15 +62,6 @@ def _quantized(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     unit = amax.unit_of(data, fmt.top)
     # The inverse of a power of two: exact, where a quotient may be approximate.
     return [like(x, fmt.quantize(data * (1 / unit)) * unit)]
-
-
-@measured_composite("get_data_scale")
-def _get_data_scale(call: Any, eqn: Any, x: Any) -> Sequence[Any]:
-    if not isinstance(x, Value):
-        return [logical(x), jnp.float32(1)]
-    # As a result would be stored: wide values have no data of their own.
-    out = quantize.result(in_order(call, logical(x)), x.dtype)
-    return [v.data32(out), out.scale]
 
 
 @measured_composite("fp8_dot_general", "fp8_dot_general.fwd")

@@ -198,16 +198,6 @@ def carry_forms(
             return [_loop_form(part, length) for part in parts]
 
 
-def coarse(x: Any) -> Any:
-    """Return a value or form whose expected RMS is a power of two, mostly 1."""
-    if not isinstance(x, (Value, Form)) or x.expected_rms == v.MEASURED:
-        return x
-    rms = 1.0
-    if not 0.5 <= x.expected_rms <= 2.0:
-        rms = pow2_round(x.expected_rms)
-    return dataclasses.replace(x, expected_rms=rms)
-
-
 def _after(x: Any, y: Any) -> Any:
     """Return the part of the carry that enters the next iteration.
 
@@ -322,8 +312,6 @@ def _final_size(sizes: Sequence[float], length: int | None) -> float:
         return sizes[-1]
     if abs(a - 1) < 1e-6:
         growth: float = rest
-    elif a < 1:
-        growth = a * (1 - a**rest) / (1 - a)
     else:
         # e^600 is within FP64, and far beyond every static scale.
         growth = a * math.expm1(min(rest * math.log(a), 600.0)) / (a - 1)

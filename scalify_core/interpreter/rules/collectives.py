@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from scalify_core.interpreter import value as v
-from scalify_core.interpreter.registry import bind_all, rule
+from scalify_core.interpreter.registry import bind_all, rule, structural
 from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
 from scalify_core.numerics import scales as sc
@@ -51,15 +51,11 @@ def _axes(eqn: Any) -> tuple:
     return (axes,)
 
 
-def _collective(
-    eqn: Any, *operands: Any, adds: bool = False, mixes: bool = True
-) -> Any:
+def _collective(eqn: Any, *operands: Any, adds: bool = False) -> Any:
     axes = _axes(eqn)
-    # What only changes the type on a mesh leaves each device its own data and scale.
-    if mixes:
-        operands = tuple(
-            equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
-        )
+    operands = tuple(
+        equal_scale(x, axes) if isinstance(x, Value) else x for x in operands
+    )
     out = bind_all(eqn, *map(v.data_of, operands))
     for i, x in enumerate(operands):
         if isinstance(x, Value):
@@ -72,12 +68,9 @@ def _collective(
 
 
 def _growth(eqn: Any, x: Value) -> float:
-    """Return the growth of the expected RMS in a sum over axes."""
-    groups = eqn.params.get("axis_index_groups")
-    if groups:
-        # Of the first group: on TPUs JAX wants all of one size, and elsewhere a size
-        # that is off only moves the data.
-        return math.sqrt(len(groups[0]))
+    """Return the growth of the expected RMS in a sum over axes, as if it were over all
+    devices of an axis, of which `axis_index_groups` may take fewer.
+    """
     return math.sqrt(
         math.prod(
             x.shape[a] if isinstance(a, int) else lax.axis_size(a) for a in _axes(eqn)
@@ -99,4 +92,5 @@ rule(
     "pbroadcast",
     wide=False,
 )(_collective)
-rule("pvary", "preduced", wide=False)(functools.partial(_collective, mixes=False))
+# These only change the type on a mesh: each device keeps its own data and scale.
+structural("pvary", "preduced")

@@ -4,9 +4,7 @@ The rules of the body's equations apply in each iteration.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -19,7 +17,6 @@ from scalify_core.interpreter.registry import control
 from scalify_core.interpreter.rules.carries import (
     carry_forms,
     chosen,
-    coarse,
     next_carry,
     to_form,
     wide_carry_forms,
@@ -31,37 +28,7 @@ from scalify_core.numerics import formats, jaxprs
 from scalify_core.numerics import scales as sc
 
 
-def _loop(fun: Callable) -> Callable:
-    """Return the rule of a loop, with coarse expected sizes inside another loop.
-
-    The outer loop evaluates the inner one for each size that its carry takes. Sizes
-    rounded to powers of two are mostly equal, so the inner loop is traced once.
-    """
-
-    @functools.wraps(fun)
-    def rule(eqn: Any, *operands: Any, evaluate: Any) -> Any:
-        # A context variable: threads trace at the same time.
-        token = _loop_depth.set(_loop_depth.get() + 1)
-        try:
-            return fun(eqn, *_coarse_inside(operands), evaluate=evaluate)
-        finally:
-            _loop_depth.reset(token)
-
-    return rule
-
-
-_loop_depth: ContextVar[int] = ContextVar("loop_depth", default=0)
-
-
-def _coarse_inside(operands: Sequence[Any]) -> Sequence[Any]:
-    """Return operands, with coarse expected sizes inside of two loops or more."""
-    if _loop_depth.get() > 1:
-        return list(map(coarse, operands))
-    return operands
-
-
 @control("scan")
-@_loop
 def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     params = eqn.params
     length, jaxpr, backwards = params["length"], params["jaxpr"], params["reverse"]
@@ -115,7 +82,6 @@ def _scan(eqn: Any, *operands: Any, evaluate: Any) -> Any:
 
 
 @control("while")
-@_loop
 def _while(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     """Evaluate a while loop.
 
@@ -182,10 +148,7 @@ def _initial_carry(
     else:
         # By shapes alone: a look costs a trace of the body, and no operation in the
         # program.
-        forms = carry_forms(
-            lambda carry: _coarse_inside(shape_of(carry_after, carry)), init, length
-        )
-        forms = list(_coarse_inside(forms))
+        forms = carry_forms(lambda carry: shape_of(carry_after, carry), init, length)
     return _carried(map(to_form, init, forms), avals), forms
 
 

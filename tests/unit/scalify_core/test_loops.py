@@ -146,9 +146,10 @@ def test_nested_control_flow_is_evaluated_in_proportion_to_its_depth(monkeypatch
         x = as_scaled_array(jnp.ones(4), 1.0, dtype=HALF)
         jax.jit(propagated.scalify(nest(depth))).trace(x)
         counts.append(len(evaluated))
-    # Three times as deep. Each level that is looked at anew for each look from outside
-    # makes it 2^6 times as many.
-    assert 0 < counts[1] <= 5 * counts[0], counts
+    # Three times as deep, and nine times as many for two more loops, each of which takes
+    # three looks at its body. Branches that are looked at anew for each look from
+    # outside would make it 2^6 times as many.
+    assert 0 < counts[1] <= 3 * 9 * counts[0], counts
 
 
 # A batch of loops, each of which ends when its own predicate says so.
