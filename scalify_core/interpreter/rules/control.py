@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from scalify_core.interpreter.registry import control
@@ -55,34 +54,15 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     numbers = [i for i, var in enumerate(eqn.invars) if var.aval.weak_type]
     packed = pack(operands, numbers)
     out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
-    # An argument that comes back is that argument: no copy, and no new scale.
-    returned = _arguments_returned(params["jaxpr"])
-    return [
-        # A donated argument of an eager call is deleted.
-        y if i is None or i in donated else operands[i]
-        for i, y in zip(returned, out, strict=True)
-    ]
+    return [operands[x.number] if isinstance(x, _Argument) else x for x in out]
 
 
-@per_jaxpr
-def _arguments_returned(jaxpr: Any) -> tuple[int | None, ...]:
-    """Return for each result the number of the argument that it is, or None."""
-    # Jaxprs say it by the variable itself; only a jit inside gives its results new
-    # ones.
-    origins: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """A result of a call that is an argument of it, of this number."""
 
-    def origin(atom: Any) -> int | None:
-        if isinstance(atom, Literal):
-            return None
-        return origins.get(atom)
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "jit":
-            inner = _arguments_returned(eqn.params["jaxpr"])
-            for var, i in zip(eqn.outvars, inner, strict=True):
-                if i is not None:
-                    origins[var] = origin(eqn.invars[i])
-    return tuple(map(origin, jaxpr.outvars))
+    number: int
 
 
 @per_jaxpr
@@ -102,10 +82,15 @@ def _jitted(
     jaxpr_ref = weakref.ref(jaxpr)  # freed with its program
 
     def fun(*operands: Any) -> list[Any]:
-        constrained = map(_constrain, unpack(operands), shardings[0])
-        return pack(
-            map(_constrain, evaluate(jaxpr_ref(), list(constrained)), shardings[1])
-        )
+        args = list(map(_constrain, unpack(operands), shardings[0]))
+        # An argument that comes back is that argument: no copy, and no new scale. A
+        # donated one of an eager call is deleted.
+        numbers = {id(x): i for i, x in enumerate(args) if i not in donated}
+        out = map(_constrain, evaluate(jaxpr_ref(), args), shardings[1])
+        return [
+            _Argument(numbers[id(x)]) if id(x) in numbers else y
+            for x, y in ((x, *pack([x])) for x in out)
+        ]
 
     # The name of a call in profiles and in the HLO is the user's.
     fun.__name__ = name
