@@ -29,7 +29,8 @@ gpu: extra-gpu
 
 # The tests of a file share what they compile and what they have trained: they stay in one process, the dearest files first.
 # A worker that dies ends the tests: its files are not taken over by another, and would be waited for.
-RUN_TESTS = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Sources are compiled to bytecode once, also where PYTHONDONTWRITEBYTECODE would have each program that a test starts compile them.
+RUN_TESTS = PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Optional packages by the names in pyproject.toml: make extra-plan, extra-optuna, ...
 extra-%: $(VENV)/.base

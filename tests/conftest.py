@@ -33,27 +33,38 @@ if not ON_GPU:
 # Smaller programs compile about as quickly as they are written and read.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
 
-pytest_plugins = ["progress", "hydra_once"]
-
-if not ON_GPU:
-    jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
+pytest_plugins = ["progress"]
+# Of the objects that imports and traces make, few are garbage before they end: the
+# collector need not look every few thousand.
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """The directory is made by the first process, told to its workers through the
-    environment, and removed by it."""
+    environment, and removed by it.
+
+    A first process that has workers runs no test, and imports neither JAX nor Hydra.
+    """
     if "SCALIFY_TEST_CACHE" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="scalify-tests-")
         os.environ["SCALIFY_TEST_CACHE"] = folder.name
         config.add_cleanup(folder.cleanup)
-    jax.config.update(
-        "jax_compilation_cache_dir", str(Path(os.environ["SCALIFY_TEST_CACHE"]))
-    )
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or config.getoption("dist", "no") == "no":
+        configure_libraries()
+
+
+def configure_libraries() -> None:
+    import hydra_once  # noqa: F401 (its import changes Hydra)
+    import jax
+
+    if not ON_GPU:
+        jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_compilation_cache_dir", os.environ["SCALIFY_TEST_CACHE"])
 
 
 KINDS = ("unit", "integration", "e2e")
@@ -69,8 +80,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the collector need not look at them every few
-    thousand objects of a trace, of which few are garbage before it ends."""
-    gc.collect()
+    """Modules and tests stay to the end: the collector need not look at them again."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)

@@ -11,7 +11,6 @@ from typing import Any
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 import psutil
-from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -26,6 +25,8 @@ class Nodes:
     """
 
     def __init__(self, count: int) -> None:
+        from ray.cluster_utils import Cluster  # a third of a second to import
+
         head = NODE | {"num_cpus": 0}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []

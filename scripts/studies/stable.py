@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scipy.stats import binomtest
-
 from scripts.studies.rows import table
 from trainer.tasks.intervals import half_width
 
@@ -154,6 +152,8 @@ def row_of(
     rates: Sequence[float],
 ) -> StabilityRow:
     """Return the figures of an item; see `figures`."""
+    from scipy.stats import binomtest  # half a second to import
+
     item_runs = {key: run for key, run in runs.items() if key.item == item}
     lost = sum(run.diverged for run in item_runs.values())
     values, theirs = by_seed[item], by_seed.get(base, {})
