@@ -5,6 +5,14 @@ from pathlib import Path
 import pytest
 from command import here, values
 
+from trainer.report import page
+
+
+@pytest.fixture(autouse=True)
+def without_charts(monkeypatch):
+    """Drawing them is a fifth of a short run. `finished_run`, made before, has some."""
+    monkeypatch.setattr(page, "draw_charts", lambda charts: [])
+
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> tuple[Path, list[dict]]:

@@ -21,6 +21,7 @@ from scripts.faults.chaos import SMALL
 from trainer import Callback, Result, compose, train
 from trainer.cli.train import main
 from trainer.config.schema import Config
+from trainer.data import corpus
 from trainer.observe.records import read_rows
 from trainer.text import merge_overrides
 
@@ -32,6 +33,8 @@ TINY = merge_overrides(
     ["model.n_layer=1", "sample.max_new_tokens=0", "tracker=jsonl"],
     ["train.eval_every=15", "train.final_eval_batches=2"],
 )
+# Parsed once in a process, and not in each run
+corpus.embedded_corpus = functools.cache(corpus.embedded_corpus)
 # null: golden/cases.py as a program
 CACHE = f"compile_cache={os.environ.get('SCALIFY_TEST_CACHE', 'null')}"
 type Process = subprocess.Popen[str]

@@ -133,7 +133,8 @@ class RunDir:
         self._lock = -1
         self._stat: os.stat_result | None = None
         self._made = False
-        self._config = ""  # the content of config.yaml, once it is written
+        self._checked = ""  # the content of config.yaml, once it is checked
+        self._config = ""  # and once it is written
         self._is_first_process = jax.process_index() == 0
         probe = path / shared_name(".shared")
         where = f"to run_dir={path}"
@@ -271,14 +272,7 @@ class RunDir:
         Raises:
           UserError: the message names the keys that differ, or what is too long.
         """
-        try:
-            parse_mapping(as_yaml(config))
-        except ValueError as error:
-            raise UserError(
-                f"the config.yaml of run_dir={self.path} could not be read again"
-                f" ({error}); shorten the longest list: data.paths takes directories"
-                " and patterns"
-            ) from error
+        self._check_readable(config)
         if not (self.path / "config.yaml").exists():
             return
         differing = {
@@ -296,6 +290,21 @@ class RunDir:
                 f" {'; '.join(differing.values())}; restore these values, or choose"
                 f" another run_dir{hint}"
             )
+
+    def _check_readable(self, config: Mapping[str, Any]) -> None:
+        """Keep the text of a configuration, which can be read again."""
+        text = as_yaml(config)
+        if text == self._checked:
+            return
+        try:
+            parse_mapping(text)
+        except ValueError as error:
+            raise UserError(
+                f"the config.yaml of run_dir={self.path} could not be read again"
+                f" ({error}); shorten the longest list: data.paths takes directories"
+                " and patterns"
+            ) from error
+        self._checked = text
 
     def _check_is_run_or_free(self) -> None:
         """Raise UserError if it is no run, but has files that a run would change."""
@@ -364,7 +373,7 @@ class RunDir:
         if self._is_first_process:
             # Nobody else writes into a run that this process holds.
             remove_partial(self.path)
-            self._config = as_yaml(config)
+            self._config = self._checked
             write_text(self.path / "config.yaml", self._config)
 
     def set_results_aside(self, step: int, *, draws_pictures: bool) -> None:

@@ -122,6 +122,7 @@ def beside(finished_run):
 
 def test_a_finished_run_is_left_alone_extended_or_forked(finished_run):
     tmp_path, rows = finished_run
+    assert "Bokeh" in (tmp_path / "A" / "report.html").read_text()
     # of an attempt that died before its first checkpoint
     (tmp_path / "F").mkdir()
     shutil.copy(tmp_path / "A" / "metrics.jsonl", tmp_path / "F")
