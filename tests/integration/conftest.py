@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import compiled_once
 import pytest
 from command import here, values
 
@@ -9,8 +10,12 @@ from trainer.report import page
 
 
 @pytest.fixture(autouse=True)
-def without_charts(monkeypatch):
-    """Drawing them is a fifth of a short run. `finished_run`, made before, has some."""
+def short_runs(monkeypatch):
+    """Runs take what others have compiled, and have no charts, a fifth of their time.
+
+    `finished_run`, which is made before, has charts.
+    """
+    compiled_once.use(monkeypatch)
     monkeypatch.setattr(page, "draw_charts", lambda charts: [])
 
 

@@ -206,7 +206,10 @@ def test_a_sweep_ends_with_a_table_and_its_runs_know_their_own_settings(
     assert RunRecords.read(tmp_path / "S" / "3").name == "S/3 optimizer.lr=0.01 seed=1"
 
 
-def test_a_run_compiles_its_train_step_and_its_validation_once(tmp_path, caplog):
+def test_a_run_compiles_its_train_step_and_its_validation_once(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.undo()  # what other runs have compiled
     args = ["train.steps=4", "train.eval_every=2", "checkpoint.every=2"]
     args += ["tracker=none", "compile_cache=null"]
     logger = logging.getLogger("jax")
