@@ -7,6 +7,7 @@ with those of the programs that a test starts: how many others use the machine c
 them little.
 """
 
+import collections
 import os
 import sys
 import time
@@ -33,10 +34,25 @@ def usual(nodeid: str) -> float:
 
 class Seconds:
     """In the process that runs tests: each test's processor time, with what its
-    fixtures took."""
+    fixtures took; and the order of files.
+    """
 
     def __init__(self) -> None:
         self._since = processor_seconds()
+
+    @pytest.hookimpl(trylast=True)  # after tests are deselected
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """A worker takes the dearest files first: the last ones, which may leave the
+        other worker idle, are short."""
+        cache = getattr(config, "cache", None)
+        if not hasattr(config, "workerinput") or cache is None:
+            return
+        expected, seconds = cache.get(KEPT, {}), collections.Counter()
+        for item in items:
+            seconds[item.path] += expected.get(item.nodeid, usual(item.nodeid))
+        items.sort(key=lambda item: -seconds[item.path])  # stable: files stay whole
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
