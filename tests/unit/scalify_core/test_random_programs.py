@@ -67,7 +67,7 @@ def within_range(values):
     return bool(np.all((sizes == 0) | ((sizes > 2.0**-90) & (sizes < 2.0**90))))
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=24)
 @given(programs, arrays, arrays, exponents, exponents, st.booleans())
 def test_a_random_program_in_fp32_data_is_bitwise_the_plain_one(
     program, x, y, ex, ey, dynamic

@@ -20,7 +20,7 @@ FEW_BYTES = {
 def test_a_few_bytes_do_not_become_more_objects_than_there_is_memory(
     tmp_path, kind, value
 ):
-    text = FEW_BYTES[kind] % (value * ((16 << 20) // len(value)))
+    text = FEW_BYTES[kind] % (value * ((9 << 20) // len(value)))
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(text.encode()))
     assert file.stat().st_size < 100_000

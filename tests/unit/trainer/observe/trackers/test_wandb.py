@@ -72,11 +72,22 @@ def wandb_rows(run_dir):
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
-    """A run's directory, the part before its kill, and what the later start printed."""
-    run_dir = tmp_path_factory.mktemp("killed")
-    assert run(run_dir, 0, 900, 700).returncode == -signal.SIGKILL
+    """A run's directory, the part before its kill, and what the later start printed.
+
+    The directory is a repository of git, which lists its calls in a file beside it.
+    """
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
+    git = run_dir.parent / "bin" / "git"
+    git.parent.mkdir()
+    calls = run_dir.parent / "calls"
+    git.write_text(f'#!/bin/sh\necho "$PWD $*" >> {calls}\nexec {GIT} "$@"\n')
+    git.chmod(0o755)
+    subprocess.run([GIT, "init", "-q", run_dir], check=True)
+    path = f"{git.parent}:{os.environ['PATH']}"
+    saving = {"PATH": path, "WANDB_SAVE_CODE": "true"}
+    assert run(run_dir, 0, 900, 700, **saving).returncode == -signal.SIGKILL
     [earlier] = (run_dir / "wandb").glob("offline-run-*")
-    resumed = run(run_dir, 650, 900)
+    resumed = run(run_dir, 650, 900, **saving)
     assert resumed.returncode == 0, resumed.stderr
     return run_dir, earlier, resumed.stdout
 
@@ -121,21 +132,11 @@ def test_when_the_process_of_wandb_dies_the_training_goes_on_and_says_so(tmp_pat
     assert logged_steps(tmp_path) == list(range(1, 21))
 
 
-def test_git_never_runs_in_the_run_directory(tmp_path):
+def test_git_never_runs_in_the_run_directory(killed_and_resumed):
     """Its .git/config may be a stranger's: git runs the programs named there."""
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    called = tmp_path / "called"
-    git = tmp_path / "bin" / "git"
-    git.parent.mkdir()
-    git.write_text(f'#!/bin/sh\necho "$PWD $*" >> {called}\nexec {GIT} "$@"\n')
-    git.chmod(0o755)
-    subprocess.run([GIT, "init", "-q", run_dir], check=True)
-    path = f"{git.parent}:{os.environ['PATH']}"
-    done = run(run_dir, 0, 3, PATH=path, WANDB_SAVE_CODE="true")
-    assert done.returncode == 0, done.stderr
-    calls = called.read_text() if called.exists() else ""
-    assert str(run_dir) not in calls
+    run_dir, *_ = killed_and_resumed
+    calls = run_dir.parent / "calls"
+    assert str(run_dir) not in (calls.read_text() if calls.exists() else "")
 
 
 def test_a_part_of_a_record_is_read_once(tmp_path):
