@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 SIZE = 2**14
@@ -24,4 +23,6 @@ def draw_normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
     size = int(np.prod(shape))
     if size > SIZE:
         return jax.random.normal(jax.random.key(seed), shape)
-    return jnp.asarray(_draws(seed)[:size].reshape(shape))
+    with jax.ensure_compile_time_eval():
+        # `jnp.asarray` compiles a program for each shape
+        return jax.device_put(_draws(seed)[:size].reshape(shape))
