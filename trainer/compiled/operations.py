@@ -47,7 +47,7 @@ class Gemm(NamedTuple):
     op_name: str
     name: str
     times: int
-    accumulates: bool = False
+    accumulates: bool
 
     @property
     def is_narrow(self) -> bool:

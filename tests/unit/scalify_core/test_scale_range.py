@@ -27,6 +27,12 @@ def ratio_of_cubes(x, a, b):
     return (a * b * b) / (a * a * b)
 
 
+def test_a_sum_of_multiples_of_one_scale_expects_what_each_has():
+    x = ScaledArray(draw_normal(0, (2, 64)).astype(jnp.float16), jnp.float32(2.0**10))
+    total = scalify(lambda x: x[0] + 8 * jnp.sum(x, 0))(x)
+    assert total.scale == 2.0**14  # of sqrt(1 + 2 * 8^2) = 11.4
+
+
 # With the exponents up to which they fit: scale and FP32 data reach from 2^-250 to
 # 2^250, a cube fills that at 2^80.
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from trainer.compiled.sync_bytes import sync_bytes_of
 from trainer.config.composition import compose_config
 from trainer.config.fields import to_tree
 from trainer.errors import UserError
-from trainer.parallel.diloco import DiLoCoSettings
+from trainer.parallel.diloco import DiLoCoSettings, bytes_of_sync
 from trainer.parallel.mesh import abstract_batch, make_mesh
 from trainer.parallel.replicas import with_rescaled_params
 from trainer.run.checkpoint import Checkpointer
@@ -280,6 +280,8 @@ def test_the_bytes_of_a_round_are_fewer_by_the_steps_and_the_format():
     actual = sync_bytes_of(task_of(diloco))
     # One byte for four, every hundredth step; a byte a tensor for its scale.
     assert 395 < actual.reduction <= 400
+    # Three of four parts, twice: FP8 and the mean's FP8, and a scale each.
+    assert bytes_of_sync(1000, 3, NARROW._replace(num_replicas=4)) == 0.75 * 2006
     first, second = actual.fragments
     assert max(first, second) < 0.7 * (first + second)
     sent = [actual.up_to(step) for step in (49, 50, 100, 1000)]

@@ -168,7 +168,16 @@ def test_a_collective_is_hidden_by_the_kernels_up_to_its_end_each_of_them_once()
     ],
 )
 def test_a_product_of_few_tiles_leaves_multiprocessors_without_work(sizes, share):
-    gemm = Gemm("cublas", "fp8", ("f8e4m3fn", "f8e4m3fn"), sizes, "", "dot", times=1)
+    gemm = Gemm(
+        "cublas",
+        "fp8",
+        ("f8e4m3fn", "f8e4m3fn"),
+        sizes,
+        "",
+        "dot",
+        1,
+        accumulates=False,
+    )
     assert fill(gemm, H100) == pytest.approx(share)
 
 

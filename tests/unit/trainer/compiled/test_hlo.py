@@ -179,7 +179,9 @@ def test_bytes_of_three_elements():
 
 def gemm(rows, columns, contracted):
     dtypes, sizes = ("f8e4m3fn",) * 2, (1, rows, columns, contracted)
-    return Gemm("__cublas$lt$matmul$f8", "fp8", dtypes, sizes, "", "", 1)
+    return Gemm(
+        "__cublas$lt$matmul$f8", "fp8", dtypes, sizes, "", "", 1, accumulates=False
+    )
 
 
 def layer_of(tokens, inputs, outputs):

@@ -94,7 +94,7 @@ def test_large_data_is_read_through_once_and_again_when_touched(
     os.utime(directory / "train-00001.bin")
     Manifest.load(directory)
     assert read[total:] == ["train-00001.bin"]
-    Manifest.load(directory, thorough=True)
+    prepare_data.main(prepare_data.Arguments(verify=str(directory)), [])
     assert len(read) == 2 * total + 1
     flip(directory / "train-00002.bin")
     damaged(directory, r"train-00002\.bin has checksum")

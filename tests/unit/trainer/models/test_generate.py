@@ -40,6 +40,7 @@ def test_tokens_are_those_of_the_prompt_and_the_tokens_before_them():
         ids += likeliest(generate, params, ids[-16:])
     assert tokens == ids[len(PROMPT) :]
     assert len(set(tokens)) > 5
+    assert likeliest(generate, params, PROMPT, 0) == []
 
 
 def test_past_the_context_the_later_half_is_read_again():
