@@ -521,6 +521,6 @@ def check_dynamic(data: Any, scale: Any) -> None:
     if not fits or not is_float(scale):
         raise ValueError(
             f"ScaledArray: scale {jax.typeof(scale)} for data {jax.typeof(data)},"
-            " expected float32, a scalar, the shape of leading axes, or size 1 or that of"
-            " the data along each axis"
+            " expected float32, a scalar, the shape of leading axes, or size 1 or that"
+            " of the data along each axis"
         )
