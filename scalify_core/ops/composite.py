@@ -105,12 +105,11 @@ class Composite:
     static keyword arguments.
     """
 
-    def __init__(self, fun: Callable, name: str, cuda: Callable | None) -> None:
+    def __init__(self, fun: Callable, name: str) -> None:
         """Use `composite`."""
         functools.update_wrapper(self, fun)
-        self.fun, self.name, self.cuda = fun, name, cuda
-        self.cuda_fwd: Callable | None = None
-        self.cuda_bwd: Callable | None = None
+        self.fun, self.name = fun, name
+        self.cuda: Sequence[Callable | None] = (None, None, None)
         # A custom_vjp for each set of static arguments: a new one at each call would
         # miss all of JAX's caches.
         self._differentiable = functools.lru_cache(maxsize=512)(
@@ -122,20 +121,22 @@ class Composite:
         fwd: Callable | None,
         bwd: Callable,
         *,
-        cuda: tuple[Callable | None, Callable | None] = (None, None),
+        cuda: Sequence[Callable | None] = (None, None, None),
     ) -> None:
         """Set `fwd(*args, **static) -> (out, residuals)` and
         `bwd(residuals, gradient, **static) -> gradients`.
 
         With `fwd` None the residuals are the arguments. The gradients are a tuple, one
-        for each argument, None for arguments without one (integers). `cuda` is the same
-        pair for CUDA devices, None where it does not differ; its residuals must have
-        the shapes and dtypes of the first pair's.
+        for each argument, None for arguments without one (integers). `cuda` has the
+        function, `fwd` and `bwd` that are lowered where the program is compiled for
+        CUDA devices, None where it does not differ; residuals must have the shapes and
+        dtypes of the others. The choice is made by the platform the program is lowered
+        for, never by the default backend.
         """
         if fwd is not None:
             self.fwd = fwd  # type: ignore[method-assign]
         self.bwd = bwd  # type: ignore[method-assign]
-        self.cuda_fwd, self.cuda_bwd = cuda
+        self.cuda = cuda
 
     def fwd(self, *args: Any, **static: Any) -> tuple[Any, Any]:
         """Return the result and the residuals."""
@@ -161,16 +162,16 @@ class Composite:
 
         @jax.custom_vjp
         def function(*args: Any) -> Any:
-            return call(self.name, self.fun, self.cuda, args)
+            return call(self.name, self.fun, self.cuda[0], args)
 
         def fwd(*args: Any) -> tuple[Any, Any]:
             return call(
-                f"{self.name}.fwd", self.fwd, self.cuda_fwd, args, residuals=True
+                f"{self.name}.fwd", self.fwd, self.cuda[1], args, residuals=True
             )
 
         def bwd(residuals: Any, gradient: Any) -> Any:
             return call(
-                f"{self.name}.bwd", self.bwd, self.cuda_bwd, (residuals, gradient)
+                f"{self.name}.bwd", self.bwd, self.cuda[2], (residuals, gradient)
             )
 
         function.defvjp(fwd, bwd)
@@ -181,7 +182,6 @@ def composite(
     fun: Callable | None = None,
     *,
     name: str | None = None,
-    cuda: Callable | None = None,
 ) -> Any:
     """Make `fun` a composite (a decorator).
 
@@ -189,13 +189,10 @@ def composite(
         fun: function of positional pytrees of arrays and of keyword-only, hashable,
             static arguments.
         name: the name that its rules are registered under; default: the function's.
-        cuda: an equivalent function that is lowered instead where the program is
-            compiled for CUDA devices. The choice is made by the platform the program is
-            lowered for, never by the default backend.
     """
     if fun is None:
-        return functools.partial(composite, name=name, cuda=cuda)
-    return Composite(fun, name or fun.__name__, cuda)
+        return functools.partial(composite, name=name)
+    return Composite(fun, name or fun.__name__)
 
 
 def _equally_varying(args: Any) -> Any:

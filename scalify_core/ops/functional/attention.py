@@ -252,7 +252,8 @@ def _is_log_norm(x: jax.Array, q: jax.Array) -> bool:
     return x.dtype == jnp.float32 and x.shape == (batch, heads, queries)
 
 
-_attention.cuda = _attention_cuda
 _attention.defvjp(
-    _attention_fwd, _attention_bwd, cuda=(_attention_fwd_cuda, _attention_bwd_cuda)
+    _attention_fwd,
+    _attention_bwd,
+    cuda=(_attention_cuda, _attention_fwd_cuda, _attention_bwd_cuda),
 )

@@ -82,7 +82,7 @@ def _embedding_bwd_cuda(residuals: tuple, gradient: jax.Array) -> tuple:
     )
 
 
-embedding.defvjp(None, _embedding_bwd, cuda=(None, _embedding_bwd_cuda))
+embedding.defvjp(None, _embedding_bwd, cuda=(None, None, _embedding_bwd_cuda))
 
 
 # Rotary positions: the rotation of pairs of channels by angles that the caller gives.

@@ -421,8 +421,7 @@ def _check_kernel(q: jax.Array, k: jax.Array, *, is_training: bool) -> None:
         )
 
 
-_fp8_attention.cuda = _cuda
-_fp8_attention.defvjp(_forward, _backward, cuda=(_cuda_forward, _cuda_backward))
+_fp8_attention.defvjp(_forward, _backward, cuda=(_cuda, _cuda_forward, _cuda_backward))
 
 
 def _largest_norm(x: jax.Array) -> jax.Array:

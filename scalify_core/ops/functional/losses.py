@@ -348,5 +348,5 @@ def _error(logits: jax.Array, log_norm: jax.Array, targets: jax.Array) -> jax.Ar
 _linear_cross_entropy.defvjp(
     _linear_cross_entropy_fwd,
     _linear_cross_entropy_bwd,
-    cuda=(_linear_cross_entropy_fwd_cuda, None),
+    cuda=(None, _linear_cross_entropy_fwd_cuda, None),
 )

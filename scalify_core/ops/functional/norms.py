@@ -191,6 +191,6 @@ def _row(weight: jax.Array, x: jax.Array) -> jax.Array:
 _layer_norm.defvjp(
     _layer_norm_fwd,
     _layer_norm_bwd,
-    cuda=(_layer_norm_fwd_cuda, _layer_norm_bwd_cuda),
+    cuda=(None, _layer_norm_fwd_cuda, _layer_norm_bwd_cuda),
 )
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
