@@ -4,7 +4,6 @@ from scalify_core.optim.moment_storage import AmaxFn, Stored, largest_of_arrays
 from scalify_core.optim.scaled_optimizer import (
     ScaledOptState,
     narrow_state,
-    propagated_state,
     scaled_state,
     wide_state,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "Stored",
     "largest_of_arrays",
     "narrow_state",
-    "propagated_state",
     "scaled_state",
     "wide_state",
 ]

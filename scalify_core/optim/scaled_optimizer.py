@@ -30,10 +30,6 @@ the scales and one that stores, parameter by parameter. Its properties:
   gives 0/2^-60, not 0/0, even without an epsilon.
 - **Random bits are a hash** of seed, step, leaf and element (`formats.counter_bits`),
   so checkpoints need nothing else.
-
-The plain route, as in the Scalify paper (arXiv 2407.17353), is `propagated_state`: the
-optimizer itself under `scalify`, in FP16 data. It rounds to nearest, stores the second
-moment without a root, and lets the rules choose scales.
 """
 
 from collections.abc import Mapping
@@ -45,17 +41,13 @@ import numpy as np
 import optax
 
 from scalify_core.array.scaled_array import (
-    as_scaled_array,
     is_scaled_array,
     with_scale,
     with_valid_scales,
 )
-from scalify_core.array.tree import map_arrays
-from scalify_core.interpreter.transform import scalify
 from scalify_core.numerics import compiler_hints
-from scalify_core.numerics.formats import FP32, FloatFormat, is_float
+from scalify_core.numerics.formats import FP32, FloatFormat
 from scalify_core.numerics.scales import MIN_SCALE
-from scalify_core.ops.rescale import dynamic_rescale_rms
 from scalify_core.optim.moment_storage import (
     AmaxFn,
     Stored,
@@ -237,84 +229,6 @@ def scaled_state(
         )
         return updates, ScaledOptState(
             _unless(accept, step, state.step), treedef.unflatten(arrays)
-        )
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def propagated_state(
-    tx: optax.GradientTransformation,
-    *,
-    fields: Mapping[str, Stored],
-    compute: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` under `scalify`: gradients, parameters and state have `compute` data.
-
-    Updates have `compute` data, too. The new state gets the scale of its RMS in each
-    step, since the rules' upper bounds would add up over the steps. Each of its fields
-    gets the format of `fields`, rounded to nearest. The state has the form of
-    `scaled_state`'s.
-
-    Args:
-        tx: any transformation.
-        fields: the storage of fields, by name, of which the format counts; other fields
-            have `compute` data.
-        compute: a float dtype.
-
-    Raises:
-        ValueError: from `init`, if the state has no array in a field of a given name.
-    """
-    tx = optax.with_extra_args_support(tx)
-
-    def in_compute(tree: Any) -> Any:
-        scaled = as_scaled_array(tree, dtype=compute)
-        return map_arrays(
-            lambda x: x.astype(compute) if is_scaled_array(x) else x, scaled
-        )
-
-    def store(state: Any) -> Any:
-        flat, plans, treedef = flatten(state, fields)
-        return treedef.unflatten(
-            [
-                x.astype(plan.how.format.dtype) if plan.how else x
-                for x, plan in zip(flat, plans, strict=True)
-            ]
-        )
-
-    def init(params: Any) -> ScaledOptState:
-        return ScaledOptState(
-            jnp.zeros((), jnp.int32), store(in_compute(jax.jit(tx.init)(wide(params))))
-        )
-
-    def update(
-        updates: Any,
-        state: ScaledOptState,
-        params: Any = None,
-        *,
-        accept: Any = None,
-        grad_norm: Any = None,
-        largest_of: Any = None,
-        leaf_indices: Any = None,
-        **extra: Any,
-    ) -> tuple[Any, ScaledOptState]:
-        del grad_norm  # plain, where the norm that `tx` takes here has a scale
-        del largest_of, leaf_indices  # scales come from the RMS, and nothing is random
-
-        def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            updates, inner_state = tx.update(updates, inner_state, params, **extra)
-            return updates, jax.tree.map(
-                # Rules assume independent terms, and moments add up what agrees: SGD
-                # with momentum was all zeros after 29 steps.
-                lambda x: dynamic_rescale_rms(x) if is_float(x) else x,
-                inner_state,
-            )
-
-        inner_state = in_compute(state.inner_state)
-        updates, inner_state = scalify(advance, scales="static")(
-            in_compute(updates), inner_state, in_compute(params)
-        )
-        return updates, _unless(
-            accept, ScaledOptState(state.step + 1, store(inner_state)), state
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -18,6 +18,7 @@ from trainer.step.optimizers import (
     Moment,
     check_moments,
 )
+from trainer.step.propagated_update import propagated_state
 from trainer.step.stacking import NO_STACKS, Stacks
 
 
@@ -41,9 +42,7 @@ def with_moment_storage(
     def with_storage(state: Any) -> optax.GradientTransformationExtraArgs:
         fields = storage_by_field(name, policy, state)
         if policy.propagated_update:
-            return optim.propagated_state(
-                tx, fields=fields, compute=DTYPES[policy.compute]
-            )
+            return propagated_state(tx, fields=fields, compute=DTYPES[policy.compute])
         return optim.scaled_state(tx, seed=seed, fields=fields)
 
     def init(params: Any) -> Any:
