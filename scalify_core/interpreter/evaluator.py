@@ -137,9 +137,7 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     """Return whether an equation neither reads nor stores a scaled value."""
     # Asked of each equation in each trace, so not by `isinstance` in a loop, which is
     # slower.
-    return Value not in map(type, operands) and not registry.casts_to_narrow(
-        eqn, *operands
-    )
+    return Value not in map(type, operands) and not registry.needs_rule(eqn, *operands)
 
 
 @per_jaxpr
