@@ -133,8 +133,8 @@ class RunDir:
         self._lock = -1
         self._stat: os.stat_result | None = None
         self._made = False
-        self._checked = ""  # the content of config.yaml, once it is checked
-        self._config = ""  # and once it is written
+        self._checked: tuple[Mapping[str, Any], str] | None = None  # with its YAML
+        self._config = ""  # the content of config.yaml, once it is written
         self._is_first_process = jax.process_index() == 0
         probe = path / shared_name(".shared")
         where = f"to run_dir={path}"
@@ -272,7 +272,7 @@ class RunDir:
         Raises:
           UserError: the message names the keys that differ, or what is too long.
         """
-        self._check_readable(config)
+        self._readable_text(config)
         if not (self.path / "config.yaml").exists():
             return
         differing = {
@@ -291,20 +291,20 @@ class RunDir:
                 f" another run_dir{hint}"
             )
 
-    def _check_readable(self, config: Mapping[str, Any]) -> None:
-        """Keep the text of a configuration, which can be read again."""
-        text = as_yaml(config)
-        if text == self._checked:
-            return
-        try:
-            parse_mapping(text)
-        except ValueError as error:
-            raise UserError(
-                f"the config.yaml of run_dir={self.path} could not be read again"
-                f" ({error}); shorten the longest list: data.paths takes directories"
-                " and patterns"
-            ) from error
-        self._checked = text
+    def _readable_text(self, config: Mapping[str, Any]) -> str:
+        """Return the YAML of a configuration, which can be read again."""
+        if self._checked is None or self._checked[0] != config:
+            text = as_yaml(config)
+            try:
+                parse_mapping(text)
+            except ValueError as error:
+                raise UserError(
+                    f"the config.yaml of run_dir={self.path} could not be read again"
+                    f" ({error}); shorten the longest list: data.paths takes"
+                    " directories and patterns"
+                ) from error
+            self._checked = config, text
+        return self._checked[1]
 
     def _check_is_run_or_free(self) -> None:
         """Raise UserError if it is no run, but has files that a run would change."""
@@ -373,7 +373,7 @@ class RunDir:
         if self._is_first_process:
             # Nobody else writes into a run that this process holds.
             remove_partial(self.path)
-            self._config = self._checked
+            self._config = self._readable_text(config)
             write_text(self.path / "config.yaml", self._config)
 
     def set_results_aside(self, step: int, *, draws_pictures: bool) -> None:
