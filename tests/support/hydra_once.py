@@ -14,6 +14,7 @@ from typing import Any
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import Overrides
+from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -83,5 +84,17 @@ def _merge_once(self: Any, defaults: Sequence[Any], repo: IConfigRepository) -> 
     return merge() if key is None else _once(key, merge)
 
 
+_get_mode = Hydra.get_mode
+
+
+def _mode_if_given(
+    self: Hydra, config_name: str | None, overrides: list[str]
+) -> Any | None:
+    """Only a key of Hydra's sets its mode, for which it composes all a second time."""
+    given = any("hydra" in override for override in overrides)
+    return _get_mode(self, config_name, overrides) if given else None
+
+
+Hydra.get_mode = _mode_if_given
 config_loader_impl.create_defaults_list = _choose_once
 config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list = _merge_once
