@@ -77,6 +77,9 @@ FLAGS = (
     "--run",
     "--shell-completion",
 )
+DROPS_DEFAULTS = ("--config-name", "-cn", "--config-path", "-cp")
+# By these Hydra reads a pickle, or settings with `_target_` and `${oc.env:NAME}`.
+READS_PROGRAMS = ("--config-dir", "-cd", "--experimental-rerun", "hydra.searchpath")
 SIGNAL_EXIT_CODES = (130, 143)  # Ctrl-C, SIGTERM
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
@@ -408,12 +411,18 @@ def check_same_text(job: HydraJob, first_job: HydraJob) -> None:
 
 
 def check_flags(argv: Sequence[str]) -> None:
-    """Raise UserError for --config-name and --config-path, which drop all defaults."""
-    for flag in argv:
-        if flag.partition("=")[0] in ("--config-name", "-cn", "--config-path", "-cp"):
+    """Raise UserError for what has Hydra drop all defaults, or read a stranger's files
+    as a program.
+    """
+    for argument in argv:
+        flag, effect = key_of(argument), ""
+        if flag in DROPS_DEFAULTS:
+            effect = "would drop all defaults"
+        elif flag in READS_PROGRAMS:
+            effect = "reads files that may run a program"
+        if effect:
             raise UserError(
-                f"{flag} would drop all defaults; config=FILE overrides them with your"
-                " file"
+                f"{flag} {effect}; config=FILE overrides the defaults with your file"
             )
 
 

@@ -191,7 +191,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     long = long_forms(arguments)
     check_key_names(long)
     overrides = overrides_in(long)
-    # Hydra wants flags and their values (`--config-dir DIR`) before the overrides.
+    # Hydra wants flags and their values (`--cfg job`) before the overrides.
     flags = [argument for argument in long if argument not in overrides]
     groups = choices_of_groups()
     families = choice_of_each_family()
