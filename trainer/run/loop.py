@@ -274,7 +274,14 @@ def run_callbacks(
         return
     loop.unfinished = None
     if context.last:
-        loop.recovery.watchdog.finish(loop.step, context.val_loss)
+        # Of all batches, and of each source of a mixture: `val_loss` is of the first
+        # batches.
+        losses = [
+            value
+            for name, value in context.row.items()
+            if name.startswith("val/") and name.endswith("/loss")
+        ]
+        loop.recovery.watchdog.finish(loop.step, losses)
     update_state(loop, context, stop)
     has_new_metrics = len(context.row) > len(row)
     context.row = log_row(loop, loop.step, context.row, always=has_new_metrics)

@@ -10,7 +10,7 @@ not finite although its operands are.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -177,11 +177,12 @@ class Watchdog(WatchdogState):
             # Only after a spike may `recover` continue without a rollback.
             self.spikes = 0
 
-    def finish(self, step: int, val_loss: float | None) -> None:
+    def finish(self, step: int, val_losses: Sequence[float]) -> None:
         """Set `failure` after the last step of a run.
 
-        `val_loss`: nats; None: there was no validation.
+        `val_losses`: those of the last validation, nats; empty: there was none.
         """
+        nonfinite = [loss for loss in val_losses if not math.isfinite(loss)]
         if self.in_a_row > self.bounds.loss_scale_skips:
             self.failure = (
                 f"the last {self.in_a_row} steps were not finite and were skipped"
@@ -190,8 +191,8 @@ class Watchdog(WatchdogState):
             self.failure = "no step was finite, so all were skipped"
         elif self.rolled_back_at == step:
             self.failure = "the run was rolled back after its last step"
-        elif val_loss is not None and not math.isfinite(val_loss):
-            self.failure = f"the validation loss after the last step is {val_loss}"
+        elif nonfinite:
+            self.failure = f"the validation loss after the last step is {nonfinite[0]}"
 
     @property
     def is_spiking(self) -> bool:

@@ -3,6 +3,7 @@ them ends well."""
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from command import tiny_config
 from safetensors.numpy import load_file, save_file
 
 from trainer import Diverged, UserError, train
+from trainer.assembly import callbacks
 from trainer.assembly import training as assembly
 from trainer.assembly.saved_model import restore_run
 from trainer.cli import export
@@ -121,6 +123,20 @@ def test_a_run_whose_last_steps_were_skipped_failed_and_so_does_the_same_command
         "stopped: the last 1 steps were not finite and were skipped"
     ]
     assert "4 of 4 steps: ended by the watchdog" in ending(history)
+
+
+def test_a_last_validation_with_nan_beyond_the_first_batches_is_exit_code_3(
+    monkeypatch,
+):
+    def evaluate(*args, **settings):
+        result = evaluate_finite(*args, **settings)
+        return result._replace(row=result.row | {"val/loss": math.nan})
+
+    evaluate_finite = callbacks.evaluate
+    monkeypatch.setattr(callbacks, "evaluate", evaluate)
+    message = "the validation loss after the last step is nan"
+    with pytest.raises(Diverged, match=message):
+        train(configuration("train.steps=1"))
 
 
 def test_given_weights_are_looked_at_and_the_tensor_named(folder, finished_run):

@@ -125,17 +125,17 @@ def test_weights_that_are_not_finite_are_no_matter_of_spikes():
 def test_a_run_that_ends_in_skips_or_without_a_finite_validation_has_failed():
     dog = make()
     dog.observe(1, OK)
-    for loss, failure in (
-        (1.0, None),
-        (None, None),
-        (float("nan"), "the validation loss after the last step is nan"),
+    for losses, failure in (
+        ([1.0], None),
+        ([], None),
+        ([1.0, float("nan")], "the validation loss after the last step is nan"),
     ):
-        dog.finish(1, loss)
+        dog.finish(1, losses)
         assert dog.failure == failure
     dog.observe(2, OK)  # the run was made longer
     assert dog.failure is None
     dog.observe(3, BAD)
-    dog.finish(3, 1.0)
+    dog.finish(3, [1.0])
     assert dog.failure == "the last 1 steps were not finite and were skipped"
     assert make(json.loads(json.dumps(dog.state()))).failure == dog.failure
 
@@ -143,10 +143,10 @@ def test_a_run_that_ends_in_skips_or_without_a_finite_validation_has_failed():
 def test_a_run_that_ends_with_an_older_state_has_failed():
     dog = make()
     dog.rolled_back(2)
-    dog.finish(2, 1.0)
+    dog.finish(2, [1.0])
     assert dog.failure == "the run was rolled back after its last step"
     dog.observe(3, OK)
-    dog.finish(3, 1.0)
+    dog.finish(3, [1.0])
     assert dog.failure is None
 
 
@@ -155,11 +155,11 @@ def test_the_skips_of_a_loss_scale_are_no_failure_unless_all_steps_were():
     dog = Watchdog(bounds, LEAVES)
     for step, failed in ((1, False), (2, False), (3, True)):
         dog.observe(step, BAD)
-        dog.finish(9, 1.0)
+        dog.finish(9, [1.0])
         assert (dog.failure is not None) == failed
     dog = Watchdog(bounds, LEAVES)
     dog.observe(1, BAD)
-    dog.finish(1, 1.0)
+    dog.finish(1, [1.0])
     assert dog.failure == "no step was finite, so all were skipped"
 
 
