@@ -129,26 +129,41 @@ def as_saved(like: Any, saved: Description) -> Any:
 def first_nonfinite_leaf(tree: Any) -> str | None:
     """Return the name of the first floating-point leaf that is not finite, or None.
 
-    Waits until the leaves are computed. If a leaf is sharded over processes, all of
-    them must call this. Devices do not communicate, as in `checksum.checksums`.
+    A ScaledArray is finite if its data times its scale is. Waits until the leaves are
+    computed. If a leaf is sharded over processes, all of them must call this. Devices
+    do not communicate, as in `checksum.checksums`.
     """
-    leaves = jax.tree.leaves(tree)
-    flags = []
-    for leaf in leaves:
-        shards = []
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            shards = [s for s in leaf.addressable_shards if s.replica_id == 0]
-        flags.append([_all_finite(shard.data) for shard in shards])
+    leaves = jax.tree.leaves(tree, is_leaf=is_scaled_array)
+    flags = [_finite_flags(leaf) for leaf in leaves]
     is_finite = np.array(
         [all(flags_of_leaf) for flags_of_leaf in jax.device_get(flags)], bool
     )
     if any(
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        for leaf in jax.tree.leaves(tree)
     ):
         is_finite = np.all(multihost_utils.process_allgather(is_finite), axis=0)
     if is_finite.all():
         return None
-    return leaf_names(tree)[int(np.argmin(is_finite))]
+    return leaf_names(tree, is_scaled_array)[int(np.argmin(is_finite))]
+
+
+def _finite_flags(leaf: Any) -> list[jax.Array]:
+    """Return whether each part of a leaf in this process is finite."""
+    data, scale = leaf, 1.0
+    if is_scaled_array(leaf):
+        data, scale = leaf.data, leaf.scale
+    if not isinstance(data, jax.Array) or not jnp.issubdtype(data.dtype, jnp.floating):
+        return []
+    scales = {}
+    if isinstance(scale, jax.Array):
+        scales = {shard.device: shard.data for shard in scale.addressable_shards}
+        scale = np.asarray(scale.addressable_data(0))
+    return [
+        _all_finite(shard.data, scales.get(shard.device, scale))
+        for shard in data.addressable_shards
+        if shard.replica_id == 0
+    ]
 
 
 def check_scales(tree: Any, where: str, advice: str) -> None:
@@ -168,5 +183,5 @@ def check_scales(tree: Any, where: str, advice: str) -> None:
 
 
 @jax.jit
-def _all_finite(x: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(x.astype(jnp.float32)))
+def _all_finite(x: jax.Array, scale: Any) -> jax.Array:
+    return jnp.all(jnp.isfinite(x.astype(jnp.float32) * jnp.max(scale)))

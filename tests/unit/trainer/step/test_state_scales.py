@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalify_core import ScaledArray
 from trainer.step.state import TrainState, from_checkpoint_form, to_checkpoint_form
+from trainer.step.state_tree import first_nonfinite_leaf
 
 
 def test_scales_of_a_state_on_several_devices_come_back():
@@ -30,3 +31,12 @@ def test_scales_of_a_state_on_several_devices_come_back():
     stored = to_checkpoint_form(from_checkpoint_form(state))
     for i in range(6):
         assert float(jax.tree.leaves(stored.params[f"w{i}"])[-1]) == 2.0**-i
+
+
+def test_a_scaled_array_whose_data_times_its_scale_is_infinite_is_not_finite():
+    data = jnp.asarray([1.0, 4.0], jnp.float16)
+    tree = {"params": {"w": ScaledArray(data, jnp.float32(2.0**125))}}
+    assert first_nonfinite_leaf(tree) is None
+    for scale in (jnp.float32(2.0**126), np.float32(2.0**126)):
+        tree["params"]["w"] = ScaledArray(data, scale)
+        assert first_nonfinite_leaf(tree) == "params/w"
