@@ -49,9 +49,9 @@ from trainer.run.checkpoint_manifest import (
     manifest_file,
     manifest_loss,
     metrics_of,
-    orbax_loss,
+    orbax_metrics,
     sealed,
-    store_metrics,
+    write_metrics,
 )
 from trainer.run.metadata import (
     ADVICE,
@@ -275,8 +275,9 @@ class Checkpointer:
         self._saving_step = step
         try:
             if jax.process_index() == 0:
-                if val_loss is not None:
-                    store_metrics(folder, completed)
+                metrics = metrics_of(completed)
+                if metrics is not None:
+                    write_metrics(folder, metrics)
                 write_atomically(file, json.dumps(completed))
         except OSError as error:
             raise self._save_error(error) from error
@@ -442,18 +443,22 @@ class Checkpointer:
 
         If the manifest has no loss, move the file away.
         """
-        loss, expected = orbax_loss(folder), manifest_loss(folder, manifest)
-        if loss == expected:
+        loss = manifest_loss(folder, manifest)
+        metrics = orbax_metrics(folder)
+        expected = metrics_of({**manifest, "val_loss": loss})
+        if metrics == expected:
             return
         step = folder.name
-        if self._read_only and loss is None:
-            return  # `best_step` takes it from the manifest
+        if self._read_only and (metrics is None or metrics["val_loss"] == loss):
+            return  # `best_step` takes loss and rows from the manifest
         if self._read_only or expected is None:
             problem = f"the validation loss of checkpoint {step} is damaged"
             effect = "it cannot be the best one"
             self._set_aside(folder / "metrics", f"{step}-loss", problem, effect)
             return
-        store_metrics(folder, manifest)
+        write_metrics(folder, expected)
+        if metrics == {"val_loss": loss}:
+            return  # an earlier version stored no rows
         logger.warning(
             "the validation loss of checkpoint %s was missing or damaged; it was"
             " restored from its manifest",

@@ -64,18 +64,19 @@ def intact_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if is_intact and has_meta and has_keys else None
 
 
-def orbax_loss(folder: Path) -> float | None:
-    """Return the validation loss in Orbax's file of the metrics.
+def orbax_metrics(folder: Path) -> dict[str, Any] | None:
+    """Return the content of Orbax's file of the metrics.
 
-    None: there is no file. NaN: the file is damaged.
+    None: there is no file. A file that is damaged has the loss NaN.
     """
     try:
-        loss = parse_json(read_file(folder / "metrics" / "metrics"))["val_loss"]
+        metrics = parse_json(read_file(folder / "metrics" / "metrics"))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError):
-        return math.nan
-    return loss if isinstance(loss, float) else math.nan
+    except ValueError:
+        metrics = {}
+    has_loss = isinstance(metrics, dict) and isinstance(metrics.get("val_loss"), float)
+    return metrics if has_loss else {"val_loss": math.nan}
 
 
 def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
@@ -88,15 +89,14 @@ def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
 
 def validation_rows(manifest: Mapping[str, Any]) -> int | None:
     """Return the sequences of a validation batch; None: an earlier version saved it."""
-    rows = manifest["meta"].get("validation_rows")
+    rows = manifest.get("meta", {}).get("validation_rows")
     return rows if isinstance(rows, int) else None
 
 
-def store_metrics(folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_metrics(folder: Path, metrics: Mapping[str, float]) -> None:
     """Write Orbax's file of the metrics."""
     (folder / "metrics").mkdir(exist_ok=True)
-    text = json.dumps(metrics_of(manifest))
-    write_atomically(folder / "metrics" / "metrics", text)
+    write_atomically(folder / "metrics" / "metrics", json.dumps(metrics))
 
 
 def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
@@ -104,7 +104,8 @@ def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
 
     Manifests of earlier versions lack the key: then Orbax's file has the loss.
     """
-    loss = manifest.get("val_loss", orbax_loss(folder))
+    metrics = orbax_metrics(folder) or {"val_loss": None}
+    loss = manifest.get("val_loss", metrics["val_loss"])
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 

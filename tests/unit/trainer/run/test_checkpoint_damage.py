@@ -115,6 +115,29 @@ def write_losses(directory, step, loss):
     assert file.read_text() != text
 
 
+def test_rows_of_a_validation_that_were_altered_do_not_remove_the_best_checkpoint(
+    open_checkpointer, caplog
+):
+    def save(step, loss):
+        with open_checkpointer(keep=1, keep_best=True) as checkpointer:
+            meta = {"validation_rows": 12}
+            checkpointer.save(step, make_state(step), meta, val_loss=loss)
+        return checkpointer
+
+    save(1, 1.0)
+    file = save(2, 2.0).directory / "1" / "metrics" / "metrics"
+    for step, content, is_warned in (
+        (3, '{"val_loss": 1.0, "rows": 13}', True),
+        (4, '{"val_loss": 1.0}', False),  # of an earlier version
+    ):
+        caplog.clear()
+        file.write_text(content)
+        with Checkpointer.reading(file.parents[2]) as reader:
+            assert reader.best_step == 1
+        assert save(step, 3.0).steps() == [1, step]
+        assert ("checkpoint 1 was missing or damaged" in caplog.text) == is_warned
+
+
 @pytest.mark.parametrize("content", [None, b'{"val_loss": 9.5}', b"garbage"])
 def test_a_damaged_validation_loss_is_restored_from_the_manifest(
     open_checkpointer, with_losses, caplog, content
