@@ -44,6 +44,8 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
         return path
     check_regular(path)
     size_on_disk = path.stat().st_size
+    if not size_on_disk:  # which readers take for an empty text
+        raise UserError(f"{path} is no {codec} file: it has no bytes; copy it again")
     identity = f"{path.resolve()} {stamp_of(path)}"
     key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     name = path.stem.lstrip(".") or "text"

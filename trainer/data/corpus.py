@@ -21,6 +21,7 @@ from trainer.data.datasets_patches import exact_json
 from trainer.data.files import (
     Format,
     SourceFile,
+    check_no_zeros,
     check_numbered_files,
     examine,
     expand,
@@ -391,8 +392,7 @@ def read_groups(
         for format, files in groups:
             if format == "parquet":
                 for file in files:
-                    if file.size:
-                        check_parquet(file, source.column)
+                    check_parquet(file, source.column)
     if len(groups) == 1:
         yield from read_files(*groups[0], source.column, source.max_documents, position)
         return
@@ -541,6 +541,7 @@ def read_dataset(
         if not is_text(column.type):
             raise UserError(not_text_column(source.column, str(column.type)))
         texts = [text or "" for text in column.to_pylist()]
+        check_no_zeros(texts, f"data.name={source.name}")
         yield TextBatch(texts, dataset.state_dict())
 
 

@@ -60,6 +60,7 @@ MIN_REMEMBERED_BYTES = 64 << 20
 # A name such as train-00000-of-00002.parquet, perhaps with a hash before the suffix.
 # The hash changes when the data set is saved again.
 NUMBERED_FILE = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
+ZEROS = "\0" * 4
 PARQUET = b"PAR1"  # the first bytes of a Parquet file
 # Compressed files by their first bytes.
 COMPRESSED = {
@@ -507,6 +508,19 @@ def combine_errors(errors: Sequence[NotText]) -> NotText:
     return NotText(first_error.path, first_error.why, message)
 
 
+def check_no_zeros(texts: Iterable[str], where: str) -> None:
+    """Raise UserError for a text with zeros in the place of characters.
+
+    A disk or a download that failed leaves thousands; a single NUL may be meant. The
+    message begins with `where`.
+    """
+    if any(ZEROS in text for text in texts):
+        raise UserError(
+            f"{where}: a text holds zeros, as where a file was damaged; download or"
+            " copy it again"
+        )
+
+
 def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
     """Yield the rows, and add advice to the error of a missing column.
 
@@ -541,7 +555,7 @@ def reading_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
         yield
     except (
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         OSError,
         RuntimeError,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.files import NoColumn, SourceFile, reading_errors
+from trainer.data.files import NoColumn, SourceFile, check_no_zeros, reading_errors
 from trainer.errors import UserError
 from trainer.files import MAX_EXPANSION, TEXT_BYTES
 
@@ -92,8 +92,6 @@ def read_parquet(
 
     first_file, first_batch, remaining = position or (0, 0, max_documents)
     for number, file in enumerate(files[first_file:], first_file):
-        if not file.size:
-            continue
         start = first_batch if number == first_file else 0
         with pyarrow.parquet.ParquetFile(
             file.path, page_checksum_verification=True
@@ -105,6 +103,7 @@ def read_parquet(
                     continue
                 values = batch.column(column).to_pylist()
                 texts = [text or "" for text in values[:remaining]]
+                check_no_zeros(texts, str(file.path))
                 remaining = None if remaining is None else remaining - len(texts)
                 yield texts, [number, i + 1, remaining]
                 if remaining == 0:

@@ -98,6 +98,33 @@ def test_a_text_whose_directory_is_spelled_in_two_ways_is_not_read_twice(tmp_pat
         open_corpus(source, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("use_dictionary", [False, True])
+def test_zeros_in_the_place_of_texts_are_damage_in_parquet_too(
+    tmp_path, monkeypatch, use_dictionary
+):
+    """Where a download was interrupted. A compressed page notices it."""
+    folder = write(tmp_path / "set", {"a.parquet": "made anew"})
+    texts = [f"text {i} {'word ' * 40}" for i in range(100)]
+    settings = {"compression": "none", "use_dictionary": use_dictionary}
+    pq.write_table(pa.table({"text": texts}), folder / "a.parquet", **settings)
+    content = bytearray((folder / "a.parquet").read_bytes())
+    content[3000:7000] = bytes(4000)
+    (folder / "a.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet: .*(damaged|cannot be read as)"):
+        read(TextSource((str(folder),)), tmp_path / "cache")
+    directories_as_hub(monkeypatch, tmp_path / "hf")
+    with pytest.raises(UserError, match="a text holds zeros, as where a file was dama"):
+        read(HubSource(str(folder)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.gz", "b.txt.zst"])
+def test_a_file_without_bytes_is_none_of_these_formats(tmp_path, name):
+    folder = write(tmp_path / "texts", {"a.jsonl": rows("a"), name: b""})
+    message = rf"{name}.*(size is 0 bytes|no (gzip|zstd) file: it has no bytes)"
+    with pytest.raises(UserError, match=message):
+        read(TextSource((str(folder),)), tmp_path / "cache")
+
+
 def test_a_decompressed_text_under_the_key_of_another_is_made_anew(tmp_path):
     def text_of(name):
         return decompressed(tmp_path / name / "x.txt.gz", tmp_path / "cache")
