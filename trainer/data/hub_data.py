@@ -113,7 +113,22 @@ def load_hub(source: "HubSource", builder: "DatasetBuilder") -> "IterableDataset
     if source.streaming:
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
+    check_tables_are_whole(builder)
     return builder.as_dataset(split=source.split).to_iterable_dataset()
+
+
+def check_tables_are_whole(builder: "DatasetBuilder") -> None:
+    """Raise UserError for a table in the cache of `datasets` that lacks rows.
+
+    `datasets` does not sync its tables to disk, and takes zeros for their end.
+    """
+    for name, split in (builder.info.splits or {}).items():
+        rows = builder.as_dataset(split=name).num_rows
+        if rows != split.num_examples:
+            raise UserError(
+                f"the table of split {name} in {builder.cache_dir} has {rows:,} of"
+                f" {split.num_examples:,} rows; remove that directory"
+            )
 
 
 def check_column(dataset: "IterableDataset", column: str) -> None:

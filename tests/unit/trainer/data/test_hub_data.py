@@ -286,6 +286,17 @@ def test_a_table_that_another_program_left_of_a_set_of_the_hub_is_not_taken(tmp_
         load_hub(source, of_the_hub)
 
 
+def test_a_table_that_lost_its_end_in_the_cache_is_not_taken(tmp_path):
+    """As after a power failure: `datasets` takes zeros for the end of a table."""
+    folder = write(tmp_path / "set", {"a.jsonl": rows(["text"] * 2500)})
+    assert len(read_hub(tmp_path, folder)) == 2500
+    [table] = (tmp_path / "hf").rglob("*.arrow")
+    content = table.read_bytes()
+    second_batch = content.index(b"\xff\xff\xff\xff", len(content) // 2)
+    table.write_bytes(content[:second_batch] + bytes(len(content) - second_batch))
+    refused(tmp_path, r"table of split train in .* of 2,500 rows; remove that dir")
+
+
 def test_a_set_of_the_hub_that_changed_is_not_continued(tmp_path):
     texts = [f"document {i}" for i in range(600)]
     source = HubSource(str(write(tmp_path / "set", {"a.jsonl": rows(texts)})))
