@@ -154,7 +154,11 @@ def too_large(file: SourceFile, limit: int) -> UserError:
 
 
 def not_text_column(column: str, kind: str) -> str:
-    """Return the message for a column of Arrow's type `kind`."""
+    """Return the message for a column of Arrow's type `kind`.
+
+    Not the names in a nested type: a run's saved settings may name a private file.
+    """
+    kind = kind.partition("<")[0]
     if "binary" in kind:
         return (
             f"column {column!r} holds {kind}, bytes that its writer did not mark as"
