@@ -57,7 +57,10 @@ def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
             continue
         try:
             encoded, rank = line.split()
+            # By default b64decode leaves out characters outside of the alphabet, so a
+            # damaged line would be another token.
             token = base64.b64decode(encoded, validate=True)
+            # tiktoken's reader would keep the last of two ranks.
             if ranks.setdefault(token, int(rank)) != int(rank):
                 raise ValueError
         except (ValueError, binascii.Error):
@@ -71,6 +74,8 @@ def read_tiktoken(path: Path) -> tuple[tiktoken.Encoding, str]:
             " download it from its author"
         )
     pattern, special, end = tiktoken_settings(path, len(ranks))
+    # An invented end behind all ids would be an untrained row of given weights, or one
+    # id more than they have rows.
     if not special:
         raise UserError(
             f"{path} has no special tokens, so none ends a document; name one, such as"
@@ -109,8 +114,11 @@ def tiktoken_settings(path: Path, count: int) -> tuple[str, dict[str, int], str 
                 f"{json_file}: expected the keys pat_str (a pattern) and special_tokens"
                 " (text to id)"
             )
+        # A file that was cut at the end of a line reads well, as a smaller vocabulary.
         check_count(path, count, tree.get("ranks"))
         return pattern, special, tree.get("eos_token")
+    # The file holds ranks alone. With GPT-2's pattern, another encoding's ranks would
+    # give other ids without an error.
     if path.stem not in ENCODINGS:
         raise UserError(
             f"{path} does not say how a text is split into words; put"
@@ -145,14 +153,17 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     if class_name is None:  # transformers infers it from the model type.
         model_type = read_beside(directory, "config.json").get("model_type")
         class_name = CLASS_OF_MODEL_TYPE.get(str(model_type))
+    # The two files hold no word pattern: transformers' class decides it.
     if isinstance(class_name, str) and not class_name.startswith(WITH_GPT2_PATTERN):
         raise UserError(
             f"{directory} has no tokenizer.json, and a {class_name[:100]} may split"
             f" words otherwise than GPT-2; {SAVE_AGAIN}"
         )
     merges: list[list[str]] = []
+    # U+FFFD spells no byte, so a line that is not UTF-8 is named below.
     lines = read_bytes(path).decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
+        # No other line with a # is a comment: # is a token that merges with others.
         if line.startswith("#version") or not line:
             continue
         if pair_of(line) is None:
@@ -162,6 +173,7 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     # In GPT-2's ids end-of-text follows the tokens of the merges.
     tokens = dict.fromkeys([*ordinary, ENDOFTEXT])
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    # A model's ids may be in another order than the merges.
     if has_file(ids_path):
         vocabulary = read_json(ids_path)
         check_merged(path, ids_path, vocabulary.keys() - set(ordinary))
@@ -170,6 +182,7 @@ def merges_to_tokenizer_json(path: Path, ids_path: Path) -> dict[str, Any]:
     check_no_tokens_added(
         directory, ids_path.name, {ENDOFTEXT: vocabulary.get(ENDOFTEXT)}
     )
+    # The regex of the library's ByteLevel is GPT-2's pattern.
     pre_tokenizer = BYTE_LEVEL | {"use_regex": True}
     return bpe_tokenizer_json(
         vocabulary, merges, special, pre_tokenizer, ignore_merges=False
@@ -259,6 +272,7 @@ def merges_follow_ids(
           token may have no merge.
     """
     merged_ids = [ids.get(left + right, -1) for left, right in merges]
+    # tiktoken panics at a byte without an id. The library may have an unknown token.
     if not all(bytes([byte]) in ids for byte in range(256)):
         return False
     if max(map(len, ids)) > MAX_TOKEN_BYTES:
@@ -267,6 +281,8 @@ def merges_follow_ids(
         # Here a token may have several merges, or none. Only its merge in `merges_of`
         # is ever applied, so others may be ignored if priorities follow the ids.
         return merged_ids == sorted(merged_ids) and set(merges_of(ids)) <= set(merges)
+    # With more ids than merges, some token has no merge. A word that is this token gets
+    # its id from tiktoken, and not from the library without `ignore_merges`.
     return len(ids) == 256 + len(merges) and merges_of(ids) == list(merges)
 
 
@@ -319,6 +335,7 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     count = size
     while queue and count > 2:
         lowest, start = heapq.heappop(queue)
+        # Entries of the queue are not removed when one of their parts is merged.
         if pair_rank(start) != lowest:
             continue  # one of the two was merged meanwhile
         middle = ends[start]
@@ -339,10 +356,12 @@ def byte_level_ids(tree: dict[str, Any]) -> TokenIds | None:
     its model is another one.
     """
     model, added = tree["model"], added_ids(tree)
+    # tiktoken has no normalizer, and one token for a text at any place of a word.
     if not is_bpe(model) or any(map(model.get, AFFIXES)) or tree.get("normalizer"):
         return None
     ids: TokenIds = {}
     for spelling, i in model["vocab"].items():
+        # Added tokens are spelled as they stand in a text, not in GPT-2's spelling.
         if spelling in added:
             continue
         token = unspell(spelling)
@@ -398,11 +417,14 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
     """
     outer: Any = tree.get("pre_tokenizer") or {}
     *splits, byte_level = outer.get("pretokenizers") or [outer]
+    # Without ByteLevel at the end, words are not spelled as bytes. tiktoken puts no
+    # space before a text.
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return None
     by_gpt2_pattern = byte_level.get("use_regex", True)
     if not splits:
         return GPT2 if by_gpt2_pattern else ""
+    # A second split would cut the words of the first, where tiktoken has one pattern.
     if by_gpt2_pattern or len(splits) > 1 or not keeps_words(splits[0]):
         return None
     return BY_HF_PATTERN.get(splits[0]["pattern"].get("Regex"))
@@ -410,6 +432,8 @@ def pattern_of(tree: dict[str, Any]) -> str | None:
 
 def keeps_words(part: dict[str, Any]) -> bool:
     """Return whether a pre-tokenizer is a Split into the matches of its pattern."""
+    # Removed and inverted, a Split removes what is between the matches. The known
+    # patterns match every character, so nothing is.
     behavior = part.get("behavior"), bool(part.get("invert"))
     is_kept = behavior in (("Isolated", False), ("Removed", True))
     return part.get("type") == "Split" and is_kept
@@ -442,12 +466,16 @@ def make_encoding(
             " no id"
         )
     ordinary = set(ranks.values())
+    # tiktoken accepts such a token, and a text with the ordinary one would then hold
+    # the special one's id, which may end a document.
     for token, i in special_tokens.items():
         if i in ordinary:
             raise UserError(
                 f"{path}: the special token {token!r} has the id {i} of an ordinary"
                 " token; give it another"
             )
+    # tiktoken panics at two tokens of one id: Rust prints to stderr, and what is raised
+    # is no Exception.
     check_unique_ids(path, ranks)
     check_pattern_speed(path, pattern)
     try:

@@ -1,6 +1,7 @@
 """GPT-2's spelling of bytes as printable characters, as tokenizer.json has it."""
 
-# Printable bytes are spelled as themselves, and others as characters from U+0100 on.
+# Python calls a character printable by Unicode's categories: the soft hyphen, 0xAD, is
+# not, and GPT-2 spells it by a character above U+0100, too.
 _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
 _OTHERS = [b for b in range(256) if b not in _PRINTABLE]
 SPELLING = {b: chr(b) for b in _PRINTABLE} | {
@@ -10,6 +11,7 @@ _BYTES = {char: byte for byte, char in SPELLING.items()}
 # The pre-tokenizer and the decoder of a tokenizer.json, without splitting into words.
 BYTE_LEVEL = {
     "type": "ByteLevel",
+    # The library's own default is true: a space before each text.
     "add_prefix_space": False,
     "trim_offsets": True,
     "use_regex": False,

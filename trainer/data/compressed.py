@@ -42,16 +42,21 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     codec = CODECS.get(path.suffix.lower())
     if codec is None:
         return path
+    # A pipe would be waited for, and stat gives no size of its text.
     check_regular(path)
     size_on_disk = path.stat().st_size
     if not size_on_disk:  # which readers take for an empty text
         raise UserError(f"{path} is no {codec} file: it has no bytes; copy it again")
     identity = f"{path.resolve()} {stamp_of(path)}"
     key = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    # The stem of `..gz` is a directory's name, and `.digest` is that of the record
+    # below.
     name = path.stem.lstrip(".") or "text"
     # Names with a dot are not read, so the cache may lie inside a directory of texts.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
+    # A cached file that lost its end, or was changed, would be another text, trained on
+    # under the name of the first.
     if is_intact(target, record, key):
         return target
     limit = max(TEXT_BYTES, MAX_DECOMPRESSION * size_on_disk)
@@ -67,6 +72,7 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
                         f" {limit:,}; if this is intended, decompress it yourself"
                     )
                 file.write(block)
+        # Written last: a file without its record is decompressed again.
         write_atomically(record, record_of(target, key))
     except OSError as error:
         raise UserError(
@@ -110,7 +116,9 @@ def blocks(path: Path, codec: str) -> Iterator[bytes]:
         with open_stream(path, codec) as stream:
             while block := stream.read(BLOCK):
                 yield block
+    # gzip raises EOFError for a file that was cut, and zlib.error for damaged data.
     except (OSError, ValueError, EOFError, zlib.error) as error:
+        # Arrow raises the class of other damage for it, with zstd's text.
         if "too much memory" in str(error):
             raise UserError(
                 f"{path} needs more memory to decompress than is allowed, as written"
@@ -143,6 +151,7 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
         for cached, path in origins.items():
             message = message.replace(str(cached), str(path))
             message = message.replace(str(cached.parent), str(path.parent))
+        # The error keeps its class: callers add to a missing column's, or hide names.
         error.args = (message,)
         raise
 

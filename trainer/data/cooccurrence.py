@@ -42,6 +42,8 @@ def token_vectors(
     counts = cooccurrence_counts(
         np.asarray(tokens_N[:MAX_TOKENS], np.int64), vocab_size, end, WINDOW
     )
+    # A matrix of a whole vocabulary would be mostly empty rows, and the products below
+    # are as long as it.
     present = np.flatnonzero(counts.sum(axis=1))
     vectors = np.zeros((vocab_size, width), np.float32)
     rank = min(width, len(present) - 1)
@@ -49,6 +51,8 @@ def token_vectors(
         return vectors
     information = positive_information(counts[present][:, present])
     left, values = truncated_svd(information, rank)
+    # The square root is the symmetric factor, whose vectors Levy and Goldberg (2014)
+    # measured better than those with the full singular values.
     vectors[present, :rank] = left * np.sqrt(values)
     return vectors
 
@@ -62,6 +66,8 @@ def truncated_svd(matrix: sparse.csr_array, rank: int) -> tuple[Array, Array]:
     start = np.random.default_rng(0).standard_normal(
         (matrix.shape[1], min(rank + OVERSAMPLING, matrix.shape[1]))
     )
+    # Without a QR after each product all columns turn to the first singular vector, and
+    # FP32 loses the others.
     basis, _ = np.linalg.qr(matrix @ start.astype(np.float32))
     for _ in range(ITERATIONS):
         basis, _ = np.linalg.qr(matrix.T @ basis)
@@ -84,8 +90,11 @@ def cooccurrence_counts(
         left, right = tokens_N[:-distance], tokens_N[distance:]
         if end is not None:
             same_document = document_N[:-distance] == document_N[distance:]
+            # An end has the number of the document after it, so it is never on the
+            # right of a pair within a document.
             is_pair = (left != end) & same_document
             left, right = left[is_pair], right[is_pair]
+        # Nearer neighbors count more: 1 / distance is GloVe's weight.
         weight = np.full(len(left), 1 / distance, np.float32)
         pairs = sparse.coo_array(
             (weight, (left, right)), shape=(vocab_size, vocab_size)
@@ -104,5 +113,6 @@ def positive_information(counts: sparse.csr_array) -> sparse.csr_array:
     information = sparse.coo_array(
         (values, (pairs.row, pairs.col)), shape=counts.shape
     ).tocsr()
+    # Where max(0, ...) is 0 the entry would be stored, and multiplied in each product.
     information.eliminate_zeros()
     return information
