@@ -53,6 +53,7 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
     Raises:
       UserError: something other than texts, or a full disk.
     """
+    # A text is iterable, too: each of its characters would be a document.
     if isinstance(texts, str):
         raise UserError(
             "data is one text; expected a list of texts, such as data=[text]"
@@ -61,6 +62,8 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
     partial: Path | None = None
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
+        # The name is known when all texts are written. In the same directory the file
+        # can be renamed, not copied.
         with tempfile.NamedTemporaryFile("wb", dir=cache_dir, delete=False) as file:
             partial = Path(file.name)
             for number, text in enumerate(texts):
@@ -69,6 +72,8 @@ def text_source(texts: Iterable[str], cache_dir: Path) -> TextSource:
                         f"data: text {number} is {type(text).__name__}; expected str,"
                         " or `Batches`"
                     )
+                # json.dumps escapes half a character, so the reader refuses it by its
+                # line, where `text.encode` would end in a traceback.
                 line = json.dumps({"text": text}).encode() + b"\n"
                 digest.update(line)
                 file.write(line)
@@ -99,12 +104,14 @@ class NumberTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.fingerprint = f"numbers below {vocab_size}"
+        # Without tokens, `bytes_per_target` counts each id as a byte.
         self.tokens: dict[bytes, int] = {}
         self.special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return the numbers in the text that are ids; without any, id 0."""
         words = [word for word in text.split() if word.isdecimal()]
+        # `int` raises an error for thousands of digits.
         numbers = [int(word) for word in words if len(word) <= MAX_DIGITS]
         return [number for number in numbers if number < self.vocab_size] or [0]
 
@@ -195,6 +202,8 @@ def check_ids(
             f" {list(shape)}: train.batch_tokens / model.context sequences of"
             " model.context + 1 tokens"
         )
+    # JAX gives no error: it takes a negative id from the end of a table, and an id
+    # beyond the table as NaN.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
             f"data: {name} has ids from {tokens.min()} to {tokens.max()}; expected 0"
@@ -232,6 +241,8 @@ def custom_loaders(
     user_tokenizer: Any = getattr(batches, "tokenizer", None)
     tokenizer: Tokenizer = user_tokenizer or NumberTokenizer(batches.vocab_size)
     digest = hashlib.blake2b(digest_size=16)
+    # One batch stands for all: `batch` has a result for every step, and each may be
+    # dear.
     digest.update(first_batch.tobytes())
     crc = 0
     for array in validation:

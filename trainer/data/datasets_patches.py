@@ -64,6 +64,8 @@ def own_files_only(name: str) -> Iterator[None]:
         raise unknown_version("data files")
 
     def resolve_own(pattern: str, base_path: str, *args: Any, **settings: Any) -> Any:
+        # `datasets` joins other patterns to the path of the data set, and ../ may leave
+        # it.
         is_url = "://" in pattern
         check_is_own(name, pattern if is_url else os.path.join(base_path, pattern))
         return resolve(pattern, base_path, *args, **settings)
@@ -126,6 +128,7 @@ def check_lossless(name: str, builder: "DatasetBuilder") -> None:
     """
     config = builder.config
     for key, valid in LOSSLESS.items():
+        # Not every builder has each of these settings.
         if getattr(config, key, valid[0]) not in valid:
             raise UserError(
                 f"data.name={name}: the README.md sets {key}={getattr(config, key)}, by"
@@ -168,6 +171,7 @@ def check_tables(builder: "DatasetBuilder", column: str) -> None:
                 check_no_nul(table, column)
         return cast(table, **settings)
 
+    # In the builder's attributes alone, so that others of its class stay as they are.
     vars(builder)["_cast_table"] = checked
 
 
@@ -193,6 +197,8 @@ def exact_json(format: str, column: str) -> Iterator[None]:
     readers: Any = {"ujson_loads": loads, "ujson_dumps": json.dumps}
     with ExitStack() as patches:
         try:
+            # `patch.multiple` raises AttributeError for a name that a version lacks,
+            # where an assignment would be read by nobody.
             patches.enter_context(patch.multiple("datasets.utils.json", **readers))
             readers["pandas_read_json"] = lambda file: DataFrame(loads(file.read()))
             builder = "datasets.packaged_modules.json.json"

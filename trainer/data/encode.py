@@ -122,6 +122,7 @@ class Encoder:
                     budget -= tokens
                 yield encoded
         finally:
+            # A reader that stops early leaves units that nobody waits for.
             pool.shutdown(cancel_futures=True)
 
     def _encode_ahead(
@@ -141,6 +142,7 @@ class Encoder:
         self, pool: ThreadPoolExecutor, batch: TextBatch, start: int
     ) -> EncodedTexts:
         """Encode a batch, from character `start` of the source on, in the pool."""
+        # An empty document would be an end-of-text alone.
         texts = [text for text in batch.texts if text]
         if not self.texts_are_documents:
             texts = ["".join(batch.texts)]
@@ -206,6 +208,7 @@ class Encoder:
             ids = self.tokenizer.encode_array(
                 piece.text, piece.preceding, piece.following
             )
+            # `astype` below would turn such an id into another one: 65,536 into 0.
             if ids.size and ids.max() >= self.tokenizer.vocab_size:
                 raise UserError(
                     f"tokenizer {self.tokenizer.name} makes the id {ids.max()} of a"
@@ -225,6 +228,8 @@ class Encoder:
                 break
             count += 1
             if text:
+                # The units of a batch join documents, so that their tokens are counted
+                # anew here, each with its end-of-text.
                 budget -= len(self.tokenizer.encode_array(text)) + 1
         return TextBatch(batch.texts[:count], batch.position)
 
@@ -263,11 +268,14 @@ def cut_at(texts: list[str], cut: int) -> tuple[list[str], list[str]]:
 
 def cut_text(text: str, cut: int) -> tuple[str, str]:
     """Cut a text at character `cut`, which may lie before or after the text."""
+    # A negative index would count from the end of the text.
     cut = max(cut, 0)
     return text[:cut], text[cut:]
 
 
 def uniform(text: str) -> float:
     """Return a hash of a text, uniform in [0, 1): the same on all machines."""
+    # Another hash would move documents between training and validation in all data that
+    # is prepared again, and Python's own differs between processes.
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2.0**64
