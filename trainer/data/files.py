@@ -38,6 +38,7 @@ FORMATS: dict[str, Format] = {
 MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".srt", ".vtt")
 NOT_PLAIN = dict.fromkeys(MARKUP, "markup")
 NOT_PLAIN |= dict.fromkeys((".warc", ".wet", ".wat"), "an archive of pages")
+# Its JSON may hold pictures in base64 beside the text.
 NOT_PLAIN[".ipynb"] = "a notebook"
 NOT_PLAIN |= dict.fromkeys((".csv", ".tsv", ".arrow"), "a table")
 # Git LFS puts a pointer with this start in the place of a file that was not fetched.
@@ -131,6 +132,7 @@ def stamp_of(path: Path) -> str:
         stat = path.stat()
     except OSError:
         return ""
+    # A copy may keep the modification time (`cp -p`), but not the time of the change.
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
@@ -146,15 +148,19 @@ def expand(paths: tuple[str, ...]) -> list[Path]:
     repeated: list[tuple[str, Path]] = []
     for path in paths:
         path = os.path.expanduser(path)
+        # Before patterns: the name of a file may hold * and [ itself.
         if os.path.isfile(path):
             matches = [path]
         elif os.path.isdir(path):
             matches = walk(path)
         else:
+            # glob has the order of the directory, which differs between machines, and
+            # passes over directories that it cannot list.
             matches = sorted(glob.glob(path, recursive=True))
             check_searched_directories(path)
         for match in matches:
             check_directory(match)
+            # A link to a missing file is no file below, and its text would be left out.
             check_link_target(match)
         matches = [match for match in matches if os.path.isfile(match)]
         if not matches:
@@ -182,6 +188,8 @@ def check_directory(path: str | Path) -> None:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
+                # Without the permission x a directory lists its names, but its files
+                # cannot be read.
                 entry.stat(follow_symlinks=False)
                 break
     except (NotADirectoryError, FileNotFoundError):
@@ -209,6 +217,8 @@ def walk(folder: str) -> list[str]:
     the directory contains the link.
     """
     paths = []
+    # os.walk passes over a directory that it cannot list. So directories are returned
+    # too, and the caller checks them.
     for parent, directories, files in os.walk(folder, followlinks=True):
         directories[:] = [
             name
@@ -225,6 +235,8 @@ def _contains_itself(parent: str, name: str) -> bool:
     path = os.path.join(parent, name)
     if not os.path.islink(path):
         return False
+    # Otherwise os.walk would follow the link until Linux refuses a path of 41 links,
+    # and two such links would double the paths each time.
     target, place = os.path.realpath(path), os.path.realpath(parent)
     return os.path.commonpath([target, place]) == target
 
@@ -318,6 +330,7 @@ def format_of(path: Path, format: Format | None) -> Format:
             " or Parquet), leave it out of data.paths, or set data.format=text to train"
             " on it as it stands"
         )
+    # A user who sets data.format may want to train on JSON or markup as it stands.
     start = b"" if by_name or format else first_bytes(path)
     if begins_like_json(start):
         raise UserError(
@@ -380,9 +393,12 @@ def examine(
     """
     digests_file = cache_dir / "files.json"
     remembered = read_json_or_empty(digests_file)
+    # Before the files are read: a file that changes meanwhile has another stamp then.
     stamps = {path: stamp_of(path) for path in paths}
     keys = {
-        path: f"{path.resolve()} {stamps[path]} {must_be_text(path)}" for path in paths
+        # The characters of a file are only counted if it must be text.
+        path: f"{path.resolve()} {stamps[path]} {must_be_text(path)}"
+        for path in paths
     }
 
     def read_one(path: Path) -> SourceFile | NotText:
@@ -392,6 +408,7 @@ def examine(
             return SourceFile(path, size, chars, digest, stamps[path])
         try:
             return read_through(path, must_be_text(path), stamps[path])
+        # Returned, so that one message can name all files that are not text.
         except NotText as error:
             return error
 
@@ -415,9 +432,11 @@ def read_through(path: Path, must_be_text: bool, stamp: str) -> SourceFile:
     """Return size, digest and, for text, the number of characters of a file."""
     digest = hashlib.blake2b(digest_size=16)
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+    # As `open` reads a file: a validation part starts at a character of that text.
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
     size = chars = 0
     try:
+        # A pipe would be waited for, and a file of holes read to its end.
         check_regular(path)
         with path.open("rb") as file:
             while block := file.read(BLOCK):
@@ -450,6 +469,8 @@ def decode(
     """Return the text of the block at `offset`; an empty block ends the file."""
     # Bytes of a character that began in the previous block.
     pending = len(utf8.getstate()[0])
+    # NUL is valid UTF-8, but stands for UTF-16, for a binary file, or for zeros that a
+    # failed disk or download left.
     nul = block.find(b"\0")
     try:
         text = newline_decoder.decode(block, final=not block)
@@ -468,6 +489,7 @@ def not_text(path: Path, why: str) -> NotText:
     """Return the error of a file, which names the kind of file if it is recognized."""
     with path.open("rb") as file:
         head = file.read(512)
+    # A tar archive begins with the name of its first member.
     if head[257:262] == b"ustar":
         message = (
             f"{path} is a tar archive; unpack it and give its directory, or leave"
@@ -530,6 +552,7 @@ def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
     try:
         yield from rows
     except NoColumn as error:
+        # The files of a mixture's source have added it already.
         if n_sources > 1 and OTHER_COLUMNS not in str(error):
             error.args = (f"{error}{OTHER_COLUMNS}",)
         raise
@@ -561,6 +584,7 @@ def reading_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
         RuntimeError,
         StopIteration,
     ) as error:
+        # Arrow's errors do not name the file.
         names = ", ".join(str(file.path) for file in files[:3])
         lines = str(error).strip().splitlines() or ["no rows"]
         raise UserError(f"{names}: cannot be read as {format} ({lines[0]})") from error

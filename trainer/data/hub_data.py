@@ -67,6 +67,7 @@ def open_builder(source: "HubSource", cache_key: str) -> "DatasetBuilder":
 
     # A cache of its own: a table of another program or column was not checked.
     cache = Path(datasets.config.HF_DATASETS_CACHE, cache_key)
+    # Patterns of a README.md are resolved as the builder is made.
     with own_files_only(source.name):
         builder = datasets.load_dataset_builder(
             source.name, source.config, revision=source.revision, cache_dir=cache
@@ -74,6 +75,8 @@ def open_builder(source: "HubSource", cache_key: str) -> "DatasetBuilder":
     if builder.name == "parquet":
         from pyarrow.dataset import ParquetFragmentScanOptions
 
+        # By default Arrow does not compare checksums, and reads a letter that the disk
+        # changed.
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(
             page_checksum_verification=True
         )
@@ -114,6 +117,7 @@ def load_hub(source: "HubSource", builder: "DatasetBuilder") -> "IterableDataset
         return builder.as_streaming_dataset(split=source.split)
     builder.download_and_prepare()
     check_tables_are_whole(builder)
+    # Of the classes of `datasets`, only IterableDataset tells a position.
     return builder.as_dataset(split=source.split).to_iterable_dataset()
 
 
@@ -133,6 +137,7 @@ def check_tables_are_whole(builder: "DatasetBuilder") -> None:
 
 def check_column(dataset: "IterableDataset", column: str) -> None:
     """Raise UserError for a missing column."""
+    # Streaming may know the columns only from the first row.
     names = dataset.column_names or list(next(iter(dataset), {}))
     if not names:
         raise UserError("the corpus is empty: it has no rows")
@@ -147,6 +152,7 @@ def hub_errors(source: "HubSource") -> Iterator[None]:
 
     try:
         yield
+    # Before its base class DatasetsError.
     except DatasetNotFoundError as error:
         raise UserError(
             f"there is no data set {source.name!r} on the hub, or it needs a login (`hf"
@@ -160,6 +166,8 @@ def hub_errors(source: "HubSource") -> Iterator[None]:
         ) from error
     except DatasetsError as error:
         cause: BaseException = error
+        # `datasets` wraps the error of a file, perhaps one of `check_tables`, which has
+        # the advice.
         while cause.__cause__ is not None:
             cause = cause.__cause__
         if isinstance(cause, UserError):

@@ -49,6 +49,8 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     pre_tokenizers = list(parts_of(tree.get("pre_tokenizer")))
     known_types = SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS
     has_local_parts = (
+        # An added word is matched across a cut. Words of newlines alone, such as
+        # Gemma's, end where a line starts.
         not any(map(NEWLINE_INSIDE.search, added_ids(tree)))
         and all(is_local(p, NORMALIZERS) for p in parts_of(tree.get("normalizer")))
         and all(is_local(part, known_types) for part in pre_tokenizers)
@@ -104,6 +106,7 @@ def is_local(part: dict[str, Any], types: set[str]) -> bool:
             regex == SPACES if part["type"] == "Replace" else splits_at_lines(part)
         )
         return part["type"] in types and is_known
+    # Where newlines are replaced, or inserted, lines start at other places.
     texts = pattern.get("String", "") + str(part.get("content", ""))
     return part["type"] in types and "\n" not in texts
 

@@ -118,6 +118,7 @@ class ShardLoader:
         self.document_mask = document_mask
         self._shuffle = shuffle
         self.tokens = self.manifest.token_count(split)
+        # The last input of a window needs a target after it.
         self.windows = (self.tokens - 1) // context
         if self.windows < 1:
             raise UserError(
@@ -138,6 +139,7 @@ class ShardLoader:
             remaining -= len(heads[-1])
         ids = np.concatenate(heads)
         ends = np.flatnonzero(ids == self.manifest.eot) + 1
+        # Behind an end-of-text at the very end, np.split returns an empty rest.
         return [document for document in np.split(ids, ends) if len(document)]
 
     @property
@@ -242,6 +244,7 @@ def prefetch(
         except BaseException as error:  # raised in the consumer's thread
             put(error)
 
+    # A daemon: a process that ends without closing the iterator waits for no batch.
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
     try:
