@@ -576,15 +576,9 @@ def reading_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
     """Turn errors of reading local files into a UserError that names them."""
     try:
         yield
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        OSError,
-        RuntimeError,
-        StopIteration,
-    ) as error:
+    # The built-in bases of Arrow's errors; what Arrow lacks is a RuntimeError, too.
+    except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
         # Arrow's errors do not name the file.
         names = ", ".join(str(file.path) for file in files[:3])
-        lines = str(error).strip().splitlines() or ["no rows"]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"{names}: cannot be read as {format} ({lines[0]})") from error
