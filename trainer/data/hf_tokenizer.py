@@ -64,8 +64,11 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
     """
     end = end_of(tokenizer)
     settings: dict[str, Any] = {
+        # Beside a Qwen2, AutoTokenizer of transformers 5 builds other classes anew,
+        # with Qwen2's word pattern. This class takes tokenizer.json as it is.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
+        # The clean-up removes spaces before punctuation from decoded texts.
         "clean_up_tokenization_spaces": False,
     }
     if context is not None:
@@ -76,6 +79,8 @@ def save_hf(directory: Path, tokenizer: Tokenizer, context: int | None) -> list[
         check_known_pattern(tokenizer)
         files = {
             TOKENIZER_JSON: to_tokenizer_json(tokenizer),
+            # As GPT-2's. lm-evaluation-harness puts it in the place of an empty
+            # context.
             SETTINGS: settings | {"bos_token": end},
         }
     for name, tree in files.items():
@@ -174,6 +179,7 @@ def encoding_difference(theirs: Tokenizer, ours: Tokenizer) -> str | None:
     texts = [*PROBES]
     for tokens in (list(ours.tokens), more):
         probed = tokens[:: max(1, len(tokens) // PROBED_TOKENS)]
+        # A token may be a part of a character.
         texts += [token.decode(errors="ignore") for token in probed]
     for text in texts:
         their_ids, our_ids = encode(theirs, text), encode(ours, text)
@@ -214,6 +220,7 @@ def describe_end(tokenizer: Tokenizer) -> str:
 def token_difference(theirs: TokenIds, ours: Tokenizer) -> str | None:
     """Describe the lowest id whose tokens differ in `theirs` and `ours`, or None."""
     our_tokens = {i: token for token, i in ours.tokens.items()}
+    # Of the special tokens only the end is in data, so only its row must be the same.
     our_tokens[ours.eot] = end_of(ours).encode()
     their_tokens = {i: token for token, i in theirs.items()}
     for i in sorted(our_tokens):

@@ -70,11 +70,13 @@ class JSONTokenizer:
         for token in tree["added_tokens"]:
             text = token["content"]
             is_special = token.get("special") and not stands_for_other_text(tree, text)
+            # An end that is not marked as special ends documents all the same.
             if text == end or is_special:
                 self.special_tokens[text] = added[text]
         special = set(self.special_tokens.values())
         ids = ids_of(tree) or {}
         self.tokens = {token: i for token, i in ids.items() if i not in special}
+        # Ids may have gaps, so their number is no bound.
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
@@ -107,7 +109,8 @@ class JSONTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer. Raises NoToken for text that the model would leave out."""
-        # Twice as fast as `encode_batch`, which counts characters too.
+        # Up to twice as fast as `encode_batch`, which also tells where each token
+        # begins.
         encoding = self._encoding(text, self._library.encode_batch_fast)
         return encoding.ids
 
@@ -155,6 +158,7 @@ class JSONTokenizer:
     def _check_encodable(self, text: str) -> None:
         """Raise NoToken for the first character with a byte that has no token."""
         normalizer = self._library.normalizer
+        # A normalizer may compose characters that have tokens to one that has none.
         text = text if normalizer is None else normalizer.normalize_str(text)
         for char in text:
             if not self._lost_bytes.isdisjoint(char.encode()):
@@ -176,6 +180,7 @@ class JSONTokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         pieces, run = [], list[int]()
         for i in map(int, ids):
+            # The library leaves unknown ids out of a text in silence.
             if i in self._known:
                 run.append(i)
                 continue
@@ -200,6 +205,7 @@ class JSONTokenizer:
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
     """Return the content of a tokenizer.json, without truncation and padding."""
+    # The library would cut each text to the length in the file, or fill it with pads.
     return read_json(path) | {"truncation": None, "padding": None}
 
 
@@ -257,6 +263,7 @@ def bytes_lost_in_words(model: tokenizers.models.Model) -> set[int]:
     """
     lost = set()
     for byte, char in SPELLING.items():
+        # Alone, and at the start, inside and at the end of a word.
         for word in (char, char * 3):
             tokens = model.tokenize(word)
             # A dropped byte does not count in the ends of tokens.
@@ -291,6 +298,7 @@ def disable_special_tokens(
     }
     vocabulary = model["vocab"]
     if isinstance(vocabulary, list):
+        # A model without special tokens inside needs no copy, a second parse of it.
         if removed.isdisjoint(token for token, _ in vocabulary):
             return
         # An id is an index of the list, so the empty piece, which no text matches,

@@ -28,6 +28,7 @@ from trainer.errors import UserError
 
 # Samples of a block; more if the smallest share would get fewer than two.
 MIN_BLOCK = 256
+# A block has at least 2 / share samples, so this bounds its length.
 MIN_SHARE = 1e-4
 
 Ints = npt.NDArray[np.int64]
@@ -60,6 +61,7 @@ def parse_stages(
             " steps first"
         )
     stages = [MixtureStage(0, tuple(weights))]
+    # A list of a configuration may hold whole numbers as floats.
     stages += [MixtureStage(int(row[0]), tuple(row[1:])) for row in later]
     for stage in stages:
         check_stage(stage, names)
@@ -152,6 +154,7 @@ class StageBlocks:
 
     def samples_per_source(self, samples: int) -> Ints:
         """Return the samples of each source among the first `samples`, [K]."""
+        # Whole blocks are counted by a formula, and only the rest sample by sample.
         start = min(samples // self._block_size, self._last_block) * self._block_size
         sources, _ = self.assign(np.arange(start, samples, dtype=np.int64))
         counts = np.diff(self.cumulative_counts(start))
@@ -195,8 +198,10 @@ class StageSampler:
         self._batch_size = batch_size
         # The first sample of each stage.
         self._starts = np.array([stage.step * batch_size for stage in stages], np.int64)
+        # The last stage has no end: stages do not know the steps of the run.
         lengths = [*np.diff(self._starts).tolist(), np.iinfo(np.int64).max]
         self._stages = [
+            # With one seed, all stages would begin with the same order.
             StageBlocks(stage.weights, length, seed + i)
             for i, (stage, length) in enumerate(zip(stages, lengths, strict=True))
         ]
@@ -274,6 +279,7 @@ class ValidationSampler:
     def __init__(self, weights: Sequence[float], batch_size: int, batches: int) -> None:
         samples = batch_size * batches
         shares = shares_of(weights)
+        # Rounded up, so that they are at least `samples` in all.
         counts = np.ceil(samples * shares).astype(np.int64)
         source = np.repeat(np.arange(len(counts)), counts)
         index = np.concatenate([np.arange(count) for count in counts])
@@ -358,6 +364,7 @@ def samples_per_epoch(sources: Mapping[str, ShardLoader], stage: MixtureStage) -
             for source, share in zip(
                 sources.values(), shares_of(stage.weights), strict=True
             )
+            # A source that the stage leaves out is never exhausted.
             if share
         )
     )
@@ -482,6 +489,8 @@ class Mixture:
                 continue
             position = 0
             for document in source.documents(round(tokens * share)):
+                # A document begins at this place of the whole text, if all sources grow
+                # by their shares.
                 documents.append((position / share, document))
                 position += len(document)
         documents.sort(key=operator.itemgetter(0))

@@ -31,6 +31,7 @@ def check_parquet(file: SourceFile, column: str) -> None:
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
+    # Arrow's own error, a KeyError, names no file.
     if schema.names.count(column) > 1:
         raise UserError(f"{file.path}: several columns are named {column!r}")
     kind = schema.field(column).type
@@ -40,6 +41,8 @@ def check_parquet(file: SourceFile, column: str) -> None:
         # Compression gains a factor of 2 to 20; a dictionary of one long entry has no
         # bound.
         limit = max(TEXT_BYTES, MAX_EXPANSION * file.size)
+        # First by the metadata, before a page takes memory. But shared texts count once
+        # there, so the rows are counted, too.
         if claimed_bytes(parquet_file.metadata, column) > limit:
             raise too_large(file, limit)
         size = 0
@@ -99,6 +102,8 @@ def read_parquet(
             for i, batch in enumerate(
                 parquet_file.iter_batches(ROWS_PER_READ, columns=[column])
             ):
+                # Arrow's iterator has no start, so the rows before a position are read
+                # again.
                 if i < start:
                     continue
                 values = batch.column(column).to_pylist()
@@ -136,7 +141,9 @@ def text_bytes(rows: "pyarrow.Array") -> int:
 
     size = BYTES_PER_ROW * len(rows)
     if isinstance(rows, pyarrow.DictionaryArray):
+        # A text that a million rows share takes no memory for each of them.
         lengths = pyarrow.compute.binary_length(rows.dictionary).take(rows.indices)
+    # `binary_length` has no kernel for nulls, nor for views of strings.
     elif isinstance(rows, pyarrow.NullArray):
         return size
     else:

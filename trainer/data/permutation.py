@@ -41,7 +41,10 @@ def permute(
       int64 [B] in [0, n).
     """
     x = np.asarray(position).astype(np.uint64)
+    # The seed is mixed before the epoch is added: otherwise epoch 1 of seed 0 would
+    # have the order of epoch 0 of seed 1.
     key = _mix(_mix(np.full(1, seed, np.uint64)) + np.asarray(epoch).astype(np.uint64))
+    # Each half has at least one bit.
     bits = max(2, (n - 1).bit_length())
     x = _feistel(x, key, bits)
     outside = x >= n
