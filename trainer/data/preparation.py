@@ -70,6 +70,7 @@ SHARD_BYTES = 64 << 20  # bytes of text
 MIN_EXPECTED_VAL = 5
 MAX_COUNTED = 1000  # Read no more documents than this to count them.
 COMMON_END = "<|endoftext|>"  # separates documents in many files
+# 50,000 names of a tokenizer took minutes for each megabyte.
 SEARCHED = 1 << 16  # characters that are searched for special tokens
 
 log = logging.getLogger("trainer")
@@ -322,9 +323,12 @@ def run(
         chunk.add(encoded)
         seconds = time.monotonic() - started
         progress(progress_of(job, chunk, resumed_tokens, seconds))
+        # Bytes of text and not tokens: the end of a chunk depends on the batches alone,
+        # wherever the preparation was interrupted.
         if chunk.bytes >= shard_bytes:
             commit(job, chunk)
             chunk = Chunk()
+    # A last chunk may hold empty documents alone, which count as skipped.
     if chunk.position is not None:
         commit(job, chunk)
     finish(job)
@@ -443,6 +447,8 @@ def commit(job: Preparation, chunk: Chunk) -> None:
                 "digest": digest_of_bytes(data).hexdigest(),
             }
         line["splits"][split] = entry
+    # After the shards are on disk: a line never names a file that a power failure may
+    # take back. `own_copy`: a backup of hard links keeps its journal.
     with open(job.directory / JOURNAL, "ab", opener=own_copy) as file:
         with_digest = line | {"digest": digest(line)}
         file.write(json.dumps(with_digest).encode() + b"\n")
@@ -464,6 +470,7 @@ def apply_line(job: Preparation, line: dict[str, Any]) -> None:
     job.position, job.chars = line["position"], line["chars"]
     job.skipped += line["skipped"]
     for split, entry in line["splits"].items():
+        # Each line has its own digest, so only the names tell that one is missing.
         if entry["tokens"] and entry["name"] != shard_name(split, job.chunks):
             raise ValueError(
                 f"line {job.chunks + 1} is that of {entry['name']}, out of order"
@@ -487,15 +494,18 @@ def resume(job: Preparation) -> None:
     path = job.directory / JOURNAL
     if not path.exists():
         return
+    # What follows the last line feed is a line that was not finished.
     lines = read_file(path, LOG_BYTES).split(b"\n")[:-1]
     with well_formed(path, repair(job.directory)):
         for line in lines:
             tree = parse_json(line)
+            # A changed position would leave out text, or read it twice.
             if tree.pop("digest") != digest(tree):
                 raise ValueError("a line was altered since it was written")
             check_fingerprint(job.directory, tree, job.fingerprint)
             apply_line(job, tree)
     with open(path, "r+b", opener=own_copy) as file:
+        # The next line would be joined to the torn one.
         file.truncate(sum(len(line) + 1 for line in lines))
     if lines:
         log.info("continuing %s after %s tokens", job.directory, f"{job.tokens:,}")
@@ -517,6 +527,7 @@ def finish(job: Preparation) -> None:
                 f" and val_fraction={job.encoder.val_fraction}; use more documents or"
                 " another data.val_fraction"
             )
+    # Before the manifest, which says that the directory is complete.
     tokenizer.save(job.directory)
     Manifest(
         directory=job.directory,
@@ -537,6 +548,7 @@ def finish(job: Preparation) -> None:
             for split, c in job.splits.items()
         },
     ).save()
+    # After the manifest: a process that is killed in between leaves complete data.
     (job.directory / JOURNAL).unlink()
 
 
@@ -552,6 +564,8 @@ def exclusive_lock(directory: Path) -> Iterator[None]:
     The lock ends with the process, however it ends.
     """
     directory.mkdir(exist_ok=True)
+    # flock is bound to the open file, so the kernel unlocks it when a process is
+    # killed.
     with open(directory / ".lock", "ab", opener=no_follow) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -172,6 +172,7 @@ class Manifest:
                 shards = tuple(Shard(**shard) for shard in split["shards"])
                 tree["splits"][name] = Split(**split | {"shards": shards})
             manifest = cls(directory=directory, **tree)
+            # Whoever made the directory can compute the digest of any values.
             manifest._check()
             manifest.verify(thorough=thorough)
         return manifest
@@ -194,10 +195,13 @@ class Manifest:
             )
         for name, split in self.splits.items():
             for shard in split.shards:
+                # A manifest may name no file outside of its directory.
                 if shard.name != os.path.basename(shard.name):
                     raise ValueError(f"a shard of {name} is in another directory")
             tokens = sum(shard.tokens for shard in split.shards)
+            # NumPy cannot map an empty file.
             is_empty = any(shard.tokens < 1 for shard in split.shards)
+            # Bits per byte divide by the bytes.
             has_no_text = tokens > 0 and split.bytes < 1
             if split.tokens != tokens or is_empty or has_no_text:
                 raise ValueError(
@@ -208,6 +212,7 @@ class Manifest:
     def save(self) -> None:
         """Write `manifest.json` atomically."""
         tree = {"format": MANIFEST_VERSION} | asdict(self)
+        # The directory may be moved.
         del tree["directory"]
         tree["digest"] = digest(tree)
         write_atomically(self.directory / MANIFEST, json.dumps(tree, indent=1) + "\n")
@@ -265,6 +270,8 @@ class Manifest:
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer from its files in the directory."""
         tokenizer = load_saved(self.tokenizer, self.directory)
+        # The tokens are those of the tokenizer that encoded them. With another, samples
+        # and bits per byte would be of other text.
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
             raise UserError(
                 f"the tokenizer files of {self.directory} were altered;"
@@ -352,6 +359,7 @@ class Manifest:
     def _check_content(self, shard: Shard) -> None:
         path = self.directory / shard.name
         crc32, content_digest, largest = checksums_and_largest(path, self.file_dtype)
+        # Data and checkpoints of earlier versions have this checksum alone.
         if crc32 != shard.crc32:
             raise UserError(
                 f"shard {path} has checksum {crc32:08x}, its"
@@ -387,6 +395,7 @@ def _check_field_types(record: Any) -> None:
     """Raise ValueError for a field of another type than its annotation."""
     for name, hint in typing.get_type_hints(type(record)).items():
         kind, value = typing.get_origin(hint) or hint, getattr(record, name)
+        # JSON may spell 0.0 as 0. And bool is an int in Python.
         is_number = kind is float and type(value) is int
         if not is_number and (not isinstance(value, kind) or isinstance(value, bool)):
             raise ValueError(f"{name}={value!r} is no {kind.__name__}")
@@ -434,6 +443,7 @@ def checksums_and_largest(path: Path, dtype: np.dtype[Any]) -> tuple[int, str, i
     crc = largest = 0
     running = digest_of_bytes()
     with path.open("rb") as file:
+        # A multiple of both sizes of ids, so that no id is cut.
         while chunk := file.read(1 << 22):
             crc = zlib.crc32(chunk, crc)
             running.update(chunk)
@@ -446,6 +456,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} if there is none."""
     try:
         tree = parse_json(read_file(path))
+    # A lost record of what was verified only costs a second reading.
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}

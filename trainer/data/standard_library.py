@@ -64,6 +64,7 @@ def find_library(folder: Path | None = None) -> Library:
     digest = hashlib.blake2b(digest_size=16)
     paths, stamps, size, left_out = [], [], 0, 0
     for path in files_below(folder):
+        # Before the text is read, so that a change meanwhile is noticed.
         stamp = stamp_of(path)
         text = text_of_file(path)
         if text is None:
@@ -71,6 +72,8 @@ def find_library(folder: Path | None = None) -> Library:
             continue
         raw = text.encode()
         for part in (path.relative_to(folder).as_posix().encode(), raw):
+            # Without the lengths, text that moves from one file's end to the next one's
+            # start would give the same digest.
             digest.update(len(part).to_bytes(8, "little") + part)
         paths.append(path)
         stamps.append(stamp)
@@ -87,11 +90,13 @@ def find_library(folder: Path | None = None) -> Library:
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the library's Python files, sorted by their paths within it."""
     files: list[Path] = []
+    # By default os.walk passes over a directory that it cannot read.
     for directory, folders, names in os.walk(folder, onerror=cannot_read):
         folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         for name in names:
             if name.endswith(".py") and not name.startswith(BUILD_MODULE):
                 files.append(Path(directory, name))
+    # The order of os.walk is that of the disk, and would give other tokens elsewhere.
     yield from sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
@@ -110,6 +115,7 @@ def text_of_file(path: Path) -> str | None:
         cannot_read(error)
     if "\0" in text:
         return None
+    # As Python reads its source, on any platform.
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -51,6 +51,7 @@ def bytes_per_target(
             means.append(size / batch.tokens[:, 1:].size)
         else:
             means.append(float(sizes[batch.tokens[:, 1:]].mean()))
+    # Bits per byte divide by it.
     return math.fsum(means) / len(means) or math.nan
 
 
@@ -90,4 +91,5 @@ def decoded_bytes(row: npt.NDArray[np.int32], tokenizer: Tokenizer) -> int:
 
     # Documents are decoded one by one: a decoder may drop the space at a text's start.
     documents = np.split(row, np.flatnonzero(row == tokenizer.eot))
+    # The first token of a row is an input only.
     return sum(map(size, documents)) - size(row[:1])
