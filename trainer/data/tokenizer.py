@@ -171,6 +171,7 @@ class BPETokenizer:
         self.vocab_size = encoding.n_vocab
         self.eot = encoding._special_tokens[end]
         self.encoding = encoding
+        # tiktoken has no public names for these.
         self.tokens: dict[bytes, int] = encoding._mergeable_ranks
         self.special_tokens: dict[str, int] = encoding._special_tokens
         self.pattern: str | None = encoding._pat_str
@@ -213,6 +214,7 @@ class BPETokenizer:
     @functools.cached_property
     def _in_hf(self) -> JSONTokenizer:
         """The same tokenizer in Hugging Face's library, which is slower."""
+        # `hf_tokenizer` imports this module.
         from trainer.data.hf_tokenizer import to_tokenizer_json
 
         tree = to_tokenizer_json(self)
@@ -256,6 +258,7 @@ def tiktoken_file(ranks: dict[bytes, int]) -> bytes:
     """Return a .tiktoken file's content: a token in base64 and its rank per line."""
     lines = (
         b"%s %d\n" % (base64.b64encode(token), rank)
+        # By rank, so that equal encodings have equal files, and so one fingerprint.
         for token, rank in sorted(ranks.items(), key=lambda x: x[1])
     )
     return b"".join(lines)
@@ -287,6 +290,7 @@ def get_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
+    # Before files: a directory of such a name is given as ./gpt2.
     if name in tiktoken.list_encoding_names():
         return BPETokenizer(name, download(name))
     with well_formed(f"tokenizer {name}", COPY_AGAIN):
@@ -318,6 +322,8 @@ def check_usable_ids(tokenizer: Tokenizer) -> None:
     check_unique_ids(f"tokenizer {tokenizer.name}", tokenizer.tokens)
     end = end_of(tokenizer)
     with contextlib.suppress(NoToken):  # The tokenizer may lack these characters.
+        # A text may spell the end without becoming it. U+10FFFD is in no alphabet, so a
+        # vocabulary without bytes gives its unknown token for it.
         ids = tokenizer.encode(f"A text, of 2 lines, and {end}.\n{UNUSED_CHARACTER}")
         if tokenizer.eot in ids:
             raise UserError(
@@ -338,6 +344,8 @@ def changed_characters(tokenizer: Tokenizer) -> str:
     changed = []
     for char in TRIED:
         with contextlib.suppress(NoToken):  # A text with `char` is refused.
+            # At the start, inside and at the end: a normalizer may strip the ends of a
+            # text.
             ids = tokenizer.encode(f"{char}a{char}a{char}")
             # Composing and decomposing change no character.
             text = unicodedata.normalize("NFD", tokenizer.decode(ids))
@@ -392,6 +400,7 @@ def from_tokenizer_json(name: str, path: Path, tree: dict[str, Any]) -> Tokenize
     # `save_hf` writes a ByteTokenizer so.
     if special == {NUL: 0} and ids == {bytes([i]): i for i in range(1, 256)}:
         return ByteTokenizer()
+    # tiktoken encodes several times as fast, with the same ids.
     if pattern and end == ENDOFTEXT and is_same_in_tiktoken(tree, ids):
         return BPETokenizer(name, make_encoding(path, ids, pattern, special))
     return JSONTokenizer(name, tree, library, end)
@@ -434,6 +443,7 @@ def load_saved(name: str, directory: Path) -> Tokenizer:
 
 def vocabulary_file(directory: Path) -> Path:
     """Return the file into which `save` wrote the vocabulary."""
+    # Before tokenizer.json, which beside it holds settings only.
     file = directory / "tokenizer.tiktoken"
     if file.is_file():
         return file
@@ -470,8 +480,10 @@ def download(name: str) -> tiktoken.Encoding:
             f" ({type(error).__name__})",
             f"Fetch {url} where there is a network; then"
             f" either pass the file, data.tokenizer=DIRECTORY/{file}, or save it as"
+            # tiktoken names a file of its cache by this hash of its address.
             f" DIRECTORY/{hashlib.sha1(url.encode()).hexdigest()} and set"
             " TIKTOKEN_CACHE_DIR=DIRECTORY. data.tokenizer=byte needs no file",
         ) from error
+    # A download of another hash is a ValueError.
     except (ValueError, OSError) as error:
         raise UserError(f"tokenizer {name!r}: {str(error).splitlines()[0]}") from error

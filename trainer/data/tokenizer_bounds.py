@@ -86,6 +86,7 @@ def longest_form(charsmap: str) -> int:
     data = base64.b64decode(charsmap)
     trie = int.from_bytes(data[:4], "little")
     texts = data[4 + trie :].split(b"\0")
+    # Characters and not bytes: the longest form of NFKC has 18, in 33 bytes.
     return max(len(text.decode(errors="replace")) for text in texts)
 
 
@@ -103,6 +104,7 @@ def texts_in(part: Any) -> list[tuple[str, str]]:
             # character beside it stays. The added space counts that character.
             is_inserted = may_insert and key == "content"
             pairs.append((key, f" {value}" if is_inserted else value))
+        # Tokens insert nothing, and may be hundreds of thousands.
         elif key not in ("vocab", "merges"):
             pairs += texts_in(value)
     return pairs
@@ -229,8 +231,11 @@ def slow_search(pattern: str) -> str | None:
             open_groups[-1].add(atom)
         else:
             atom = Atom()
+        # A search may try all ways to share a text among quantifiers in a row: `a?` 30
+        # times before 30 times `a` takes 2^30 tries.
         if variable_quantifiers > MAX_VARIABLE or unbounded_quantifiers > MAX_UNBOUNDED:
             return "has too many quantifiers one after another"
+        # An engine may compile a copy of the part for each repeat.
         if open_groups[-1].repeats > MAX_REPEATS:
             return f"repeats a part more than {MAX_REPEATS:,} times"
     return None

@@ -61,6 +61,7 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
         files.reverse()
     for file in files:
         end = file.get("eos_token")
+        # transformers writes a token with its flags as an object.
         if isinstance(end, dict):
             end = end.get("content")
         if isinstance(end, str):
@@ -68,7 +69,9 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
     tokens = {i: token for token, i in special.items()}
     for name in MODEL_CONFIGS:
         ids = read_beside(directory, name).get("eos_token_id")
+        # Llama 3's generation_config.json lists several.
         for i in ids if isinstance(ids, list) else [ids]:
+            # `True in tokens` would be the id 1.
             if type(i) is int and i in tokens:
                 return tokens[i]
     return next((token for token in ENDS if token in special), None)
@@ -77,6 +80,7 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
 def added_later(directory: Path) -> dict[str, int]:
     """Return the ids of tokens that transformers adds to a vocabulary."""
     listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
+    # Where both list a token, transformers takes the id in tokenizer_config.json.
     return read_beside(directory, ADDED) | {
         token["content"]: int(i) for i, token in listed.items()
     }
@@ -139,6 +143,7 @@ def check_same_flags(
 
 def flags_of(token: Mapping[str, Any]) -> dict[str, bool]:
     """Return the flags that say how a token is found, with transformers' defaults."""
+    # transformers' AddedToken is normalized unless it is special.
     defaults = {"normalized": not token.get("special")}
     return {flag: bool(token.get(flag, defaults.get(flag))) for flag in FLAGS}
 
@@ -157,6 +162,8 @@ def check_settings_beside(directory: Path, file: str, tree: Mapping[str, Any]) -
     settings = read_beside(directory, SETTINGS)
     for key, (part, name) in REPLACED_SETTINGS.items():
         setting, value = settings.get(key), (tree.get(part) or {}).get(name)
+        # A key that is missing, or null as `strip_accents` may be, leaves
+        # tokenizer.json as it is.
         if isinstance(setting, bool) and isinstance(value, bool) and setting != value:
             raise UserError(
                 f"{directory}: {SETTINGS} has {key}={setting}, and {file}"
@@ -181,6 +188,7 @@ def prepends_space(part: Any) -> bool:
         return False
     kind = part.get("type")
     if kind == "Metaspace":
+        # The library's own default of `prepend_scheme` is "always".
         return part.get("prepend_scheme", "always") != "never"
     steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
     return kind == "Prepend" or any(prepends_space(part.get(step)) for step in steps)

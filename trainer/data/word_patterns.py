@@ -69,7 +69,8 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "o200k_base": (GPT4O, {ENDOFTEXT: 199999, ENDOFPROMPT: 200018}),
 }
-# Numbers of their ordinary tokens.
+# Numbers of their ordinary tokens: a .tiktoken file that was cut has fewer. p50k_base
+# has 24 tokens for runs of spaces more than GPT-2, from the id 50257 on.
 RANKS = {
     "gpt2": 50256,
     "r50k_base": 50256,
