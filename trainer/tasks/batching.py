@@ -41,9 +41,12 @@ def make_batches(sizes: Sequence[Sized], batch: int, context: int) -> list[Padde
         groups.setdefault(round_scored(size.scored), []).append(row)
     batches = []
     for scored, rows in groups.items():
+        # So that rows of similar length share a batch, whose first row is the longest.
         rows.sort(key=lambda row: -sizes[row].tokens)
         parts = [tuple(rows[i : i + batch]) for i in range(0, len(rows), batch)]
         rounded = [
+            # A model has no positions beyond its context, which need not be a multiple
+            # of 16.
             min(-(-sizes[part[0]].tokens // MULTIPLE) * MULTIPLE, context)
             for part in parts
         ]
@@ -65,6 +68,8 @@ def round_scored(scored: int) -> int:
     """Round up to 16, 64, 256, ..."""
     rounded = MULTIPLE
     while rounded < scored:
+        # By fours, a context of 4,096 has five C. Each C is compiled for up to `LENGTHS`
+        # lengths, and steps of 16 would have 256.
         rounded *= 4
     return rounded
 
@@ -74,6 +79,7 @@ def merge_lengths(lengths: Sequence[int]) -> list[int]:
     merged = list(lengths)
     while len(different := sorted(set(merged))) > LENGTHS:
         padding = [
+            # Padding counts once for each batch of this length.
             (above - below) * merged.count(below)
             for below, above in itertools.pairwise(different)
         ]

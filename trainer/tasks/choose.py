@@ -78,7 +78,9 @@ def choose_tasks(
                 f" {how_to_install('lm-eval')}"
             )
         known = harness.manager()
+        # A wrong name is told here, before items are made or a model computes.
         harness.check_names(others, known)
+    # The harness's tasks bring texts of their own, so nothing is decoded for them.
     start = text(BYTES) if offline else ""
     items = {name: items_of(name, start, limit or ITEMS) for name in offline}
     return Tasks(items, others, known, limit, fewshot)

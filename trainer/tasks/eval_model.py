@@ -50,6 +50,7 @@ class EvalModel:
     def __init__(self, task: TrainTask, tokenizer: "Tokenizer", batch: int) -> None:
         self.tokenizer, self.context = tokenizer, task.model.spec.context
         self._score, self._write = Scorer(task, batch), Writer(task, batch)
+        # Set anew for each checkpoint; the compiled programs stay.
         self._params: Params = {}
         self._scaling: Any = ()
 
@@ -82,6 +83,7 @@ class EvalModel:
           UserError: `max_new_tokens` leaves no room for a context.
         """
         texts: dict[int, str] = {}
+        # A batch is written by one choice of tokens, up to one length.
         for settings in dict.fromkeys(request[1:] for request in requests):
             rows = [i for i, request in enumerate(requests) if request[1:] == settings]
             generated = self._generate([requests[row] for row in rows])
@@ -98,6 +100,8 @@ class EvalModel:
         """
         encode, eot = self.tokenizer.encode, self.tokenizer.eot
         context_ids = encode(context.rstrip()) if context else []
+        # Encoded together: a token may hold the end of the context and the start of the
+        # continuation, and the model was trained on such tokens.
         ids = encode(context + continuation)[len(context_ids) :]
         if not 0 < len(ids) <= self.context:
             raise UserError(
@@ -113,6 +117,7 @@ class EvalModel:
         The last part has the full context before it.
         """
         ids, size = [self.tokenizer.eot, *self.tokenizer.encode(text)], self.context
+        # From 1: the end-of-document token before the text is not scored.
         for start in range(1, len(ids), size):
             end = min(start + size, len(ids))
             first = max(0, end - size - 1)  # as many inputs as fit
@@ -134,9 +139,12 @@ class EvalModel:
             )
         decode, encode = self.tokenizer.decode, self.tokenizer.encode
         eot = self.tokenizer.eot
+        # Like the harness, drop the start of a context that is too long.
         prompts = [(encode(request.context) or [eot])[-room:] for request in requests]
 
         def ended(ids: list[int]) -> bool:
+            # A stop string may lie across several tokens, and every text contains an
+            # empty one.
             return eot in ids or any(mark and mark in decode(ids) for mark in until)
 
         new = self._write(
@@ -162,6 +170,7 @@ class EvalModel:
 def before_first(text: str, marks: Sequence[str]) -> str:
     """Return the text before the first of some strings."""
     for mark in marks:
+        # `split` refuses an empty separator.
         if mark:
             text = text.split(mark)[0]
     return text

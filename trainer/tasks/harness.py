@@ -84,7 +84,10 @@ def scores_of(
             tasks=list(names),
             num_fewshot=fewshot,
             limit=limit,
+            # Errors of metrics that are no mean would take 100,000 resamples.
             bootstrap_iters=0,
+            # The samples of all tasks would be kept in memory, and nobody reads them
+            # here.
             log_samples=False,
             task_manager=known,
         )
@@ -103,10 +106,12 @@ def scores_in(row: dict[str, Any]) -> Scores:
     """
     scores: Scores = {}
     for key, value in row.items():
+        # A key is METRIC,FILTER; others, such as alias, describe the task.
         metric, _, how = key.partition(",")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not how or metric.endswith("_stderr"):
             continue
+        # "N/A", a text, where the harness computes none.
         error = row.get(f"{metric}_stderr,{how}")
         name = metric if how == "none" else f"{metric}.{how}"
         scores[name] = Score(
@@ -123,8 +128,10 @@ def request_of(context: str, settings: dict[str, Any]) -> GenerationRequest:
     limits = [int(rest.pop(name)) for name in MAX_NEW if name in rest]
     max_new_tokens = limits[0] if limits else MOST_NEW
     do_sample = rest.pop("do_sample", None)
+    # transformers samples at 1 by default.
     temperature = float(rest.pop("temperature", 1.0 if do_sample else 0.0))
     top_k, top_p = int(rest.pop("top_k", 0)), float(rest.pop("top_p", 1.0))
+    # A setting that is left out would give another score than the harness's.
     if rest:
         raise UserError(
             f"a task asks for generation with {next(iter(rest))}; known:"
@@ -141,6 +148,7 @@ def adapter(eval_model: EvalModel) -> Any:
     from lm_eval.api.model import LM
 
     class Adapter(LM):  # defined here, since the package is optional
+        # The harness caches requests under this name.
         tokenizer_name = eval_model.tokenizer.fingerprint
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

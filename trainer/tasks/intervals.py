@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+# scipy.stats has the same quantile, and takes longer to import.
 from scipy.special import stdtrit
 
 

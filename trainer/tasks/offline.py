@@ -70,6 +70,7 @@ def passages(text: str) -> Iterator[list[re.Match[str]]]:
     words: list[re.Match[str]] = []
     for word in re.finditer(r"\S+", text):
         words.append(word)
+        # Letters of any script: `\w` without digits and the underscore.
         if len(words) >= PASSAGE and re.match(r"[^\W\d_]{4,}", word[0]):
             yield words
             words = []
@@ -82,6 +83,7 @@ def last_words(text: str) -> Iterator[Item]:
         assert letters is not None
         end = words[-2].end()
         space = text[end : words[-1].start()]
+        # The space belongs to the continuation, as tokens hold the space before a word.
         yield Item(text[words[0].start() : end], (space + letters[0],), 0)
 
 
@@ -96,8 +98,12 @@ def word_orders(text: str) -> Iterator[Item]:
         start, end = words[0].start(), words[-TAIL - 1].end()
         tail = [word[0] for word in words[-TAIL:]]
         passage = text[start : words[-1].end()].encode()
+        # `random` seeds by the bytes, and not by Python's hash, which differs in each
+        # process.
         draw = random.Random(hashlib.blake2b(passage, digest_size=8).digest())
         others: set[str] = set()
+        # Without a break: `gold` comes after a fixed number of draws, and another
+        # number would make other items than those of earlier evaluations.
         for _ in range(10 * CHOICES):
             shuffled = " ".join(draw.sample(tail, TAIL))
             if shuffled != " ".join(tail) and len(others) < CHOICES - 1:
@@ -105,6 +111,7 @@ def word_orders(text: str) -> Iterator[Item]:
         if len(others) < CHOICES - 1:
             continue  # too few different words
         gold = draw.randrange(CHOICES)
+        # A set of texts has another order in each process.
         choices = sorted(others)
         choices.insert(gold, " ".join(tail))
         yield Item(text[start:end], tuple(f" {choice}" for choice in choices), gold)
@@ -116,9 +123,11 @@ def score_words(eval_model: EvalModel, items: Sequence[Item]) -> Scores:
         [(item.context, item.choices[0]) for item in items]
     )
     nats = mean_of([-answer.logprob for answer in answers])
+    # math.exp raises OverflowError from 709.8 on.
     perplexity = math.exp(min(nats.value, 700.0))
     return {
         "acc": mean_of([float(answer.greedy) for answer in answers]),
+        # The error of exp(x) is exp(x) times that of x, to first order.
         "perplexity": Score(perplexity, perplexity * nats.error),
     }
 
@@ -197,6 +206,7 @@ def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path
     import yaml
 
     directory.mkdir(parents=True, exist_ok=True)
+    # The harness may be started in another directory.
     rows = directory.resolve() / f"{name}.jsonl"
     lines = (json.dumps(item._asdict(), ensure_ascii=False) for item in items)
     write_atomically(rows, "".join(f"{line}\n" for line in lines))
@@ -206,6 +216,7 @@ def write_for_harness(name: str, items: Sequence[Item], directory: Path) -> Path
         "dataset_kwargs": {"data_files": {"test": str(rows)}},
         "test_split": "test",
         "doc_to_text": "{{context}}",
+        # The continuations begin with their space; the default adds one.
         "target_delimiter": "",
         **TASKS[name].harness,
         "metadata": {"version": 1.0},

@@ -46,6 +46,7 @@ def cut(question: Question, context: int) -> tuple[list[int], list[int]]:
             f"{len(ids)} tokens before, {len(targets)} after: expected 1 or more, and"
             f" 1 to {context}"
         )
+    # The last target is no input.
     return [*ids, *targets][-(context + 1) :][:-1], targets
 
 
@@ -68,12 +69,17 @@ def make_score(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
     ) -> tuple[jax.Array, jax.Array]:
         bound = model.training.bind(params, histories)
         B, C = targets_BxC.shape
+        # A row with fewer targets than C may have positions beyond T; `_read` drops
+        # their results.
         at_BxC = jnp.minimum(
             first_B[:, None] + jnp.arange(C)[None], tokens_BxT.shape[1] - 1
         )
+        # Only what is scored goes on to the head: logits of all T positions would take
+        # V/D times the memory of their hidden states.
         h_BxCxD = jnp.take_along_axis(
             bound.hidden(tokens_BxT), at_BxC[:, :, None], axis=1
         )
+        # `lax.map` takes groups of one size, so it divides B.
         group_size = max(
             n for n in range(1, B + 1) if B % n == 0 and (n == 1 or n * C <= AT_ONCE)
         )
@@ -143,6 +149,7 @@ class Scorer:
             for place, row in enumerate(rows):
                 inputs, targets = parts[row]
                 tokens_BxT[place, : len(inputs)] = inputs
+                # The first target follows the last token of the context.
                 first_B[place] = len(inputs) - len(targets)
                 targets_BxC[place, : len(targets)] = targets
             pending.append(
@@ -162,6 +169,7 @@ class Scorer:
         answers = {}
         for i, row in enumerate(rows):
             end = sizes[row].scored
+            # Up to a context of terms, of which a sum in FP32 loses the last digits.
             logprob = float(logprobs[i, :end].sum(dtype=np.float64))
             answers[row] = Answer(logprob, bool(likeliest[i, :end].all()))
         return answers

@@ -53,6 +53,8 @@ class Writer:
             The caches are [B, ...] of one row each. `room` has their length.
             """
             model = bind(params)
+            # A vmap of single rows, because `decode` of a model takes one position for
+            # a batch.
             return jax.vmap(
                 lambda tokens_T, length: prefill(model, tokens_T, length, len(room))
             )(tokens_BxT, length_B)
@@ -72,6 +74,8 @@ class Writer:
             model = bind(params)
 
             def choose(logits_V: jax.Array, key: jax.Array) -> jax.Array:
+                # Without controls no logits are sorted, and greedy decoding needs no
+                # key.
                 if controls is None:
                     return jnp.argmax(logits_V).astype(jnp.int32)
                 return sample(logits_V, key, *controls)
@@ -97,6 +101,7 @@ class Writer:
             return new_NxB.T, logits_BxV, caches
 
         self._prefill = task.jit(prefill_rows)
+        # Logits and caches are donated, so that the caches exist once.
         self._decode = task.jit(decode, donate_argnums=(1, 2))
 
     def __call__(
@@ -161,6 +166,8 @@ class Writer:
         """Continue the prompts of a batch, whose arrays have the shape [B, T]."""
         batch_size, length = shape
         tokens_BxT = np.zeros(shape, np.int32)
+        # Rows of padding have one token, since `prefill` reads the logits at length -
+        # 1.
         length_B = np.ones(batch_size, np.int32)
         for place, prompt in enumerate(prompts):
             tokens_BxT[place, : len(prompt)] = prompt
@@ -168,8 +175,11 @@ class Writer:
         parts = -(-max_new_tokens // PART)
         # Tokens beyond `max_new_tokens`, up to a full part, may lie beyond the context;
         # they are dropped.
+        # An array, because its length is a constant inside of jit, and its content is
+        # not read.
         room = np.zeros(min(length + parts * PART, self.context), np.int8)
         logits_BxV, caches = self._prefill(params, tokens_BxT, length_B, room)
+        # A prompt's number and not its row, so that no batch size changes its text.
         seeds_B = np.resize(np.array(rows, np.uint32), batch_size)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(decoding.seed), seeds_B
@@ -183,6 +193,8 @@ class Writer:
             )
         written: list[list[int]] = [[] for _ in prompts]
         for part in range(parts):
+            # A key for each number of a token, so that the length of a part changes no
+            # text.
             numbers_N = part * PART + jnp.arange(PART)
             keys_BxN = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
                 keys_B, numbers_N
@@ -191,6 +203,7 @@ class Writer:
             new_BxN, logits_BxV, caches = self._decode(
                 params, logits_BxV, caches, at_B, keys_BxN, controls
             )
+            # Rows of padding come after those of `written`.
             for ids, new in zip(written, np.asarray(new_BxN), strict=False):
                 ids += new[: max_new_tokens - len(ids)].tolist()
             if all(map(ended, written)):
