@@ -31,13 +31,18 @@ def checksum(leaf: jax.Array, start: Sequence[Any] = ()) -> jax.Array:
       start: index of the part's first element in the whole array; empty: the leaf is
         the whole array.
     """
+    # `bitcast_convert_type` refuses booleans.
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+    # No 8 bytes: `libraries.prepare_jax` refuses JAX_ENABLE_X64.
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+    # A scalar gets an axis: elements are scrambled in the loop over the axes.
     bits = jax.lax.bitcast_convert_type(leaf, unsigned).reshape(leaf.shape or (1,))
 
     def total(sum_index: int) -> jax.Array:
         x = bits
         for axis, size in enumerate(bits.shape):
+            # The factor of an element is the product of one factor for each axis, and
+            # odd too. So an array of n x m elements needs n + m factors.
             factors = _odd_numbers(size, start[axis] if start else 0, axis, sum_index)
             column = jnp.expand_dims(factors, [i for i in range(x.ndim) if i != axis])
             # `_sum` adds equal parts elementwise: on CPUs a reduction is slower.
@@ -66,6 +71,9 @@ def _odd_numbers(size: int, start: Any, axis: int, sum_index: int) -> jax.Array:
         + jnp.asarray(start).astype(jnp.uint32)
         + np.uint32(1)
     )
+    # Every constant of this file is part of the checkpoint format: with another one,
+    # all saved checkpoints look damaged. These three are primes of xxHash, then comes
+    # the `prospector32` of github.com/skeeto/hash-prospector.
     x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[sum_index]) + np.uint32(
         (axis * 0x27D4EB2F) % 2**32
     )
@@ -81,6 +89,8 @@ def _scrambled(bits: jax.Array, sum_index: int) -> jax.Array:
     Without it two flipped sign bits would cancel: together they change the sum by 2^31
     times an even number, which is 0 modulo 2^32.
     """
+    # One half of the hash `lowbias32` for each sum. With one function for both, two
+    # words that differ in the highest bit alone could be swapped unnoticed.
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[sum_index])) * np.uint32(
         (0x7FEB352D, 0x846CA68B)[sum_index]
@@ -110,15 +120,20 @@ def _sum(parts: list[jax.Array], axis: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def checksums_of_parts(leaf: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Return the checksum of each device's part of a sharded leaf, [devices, 2]."""
+    # A PartitionSpec may be shorter than the array has axes; the rest are not split.
     entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
 
     def part_checksum(part: jax.Array) -> jax.Array:
         start = [
+            # Factors depend on the position in the whole array. So the sums of the
+            # parts add up to the same total on any mesh.
             0 if axes is None else jax.lax.axis_index(axes) * size
             for axes, size in zip(entries, part.shape, strict=True)
         ]
         return checksum(part, start)[None]
 
+    # Each device returns its own sum and the host adds them. With an all-reduce in each
+    # program, forty programs in flight waited for each other forever on CPU devices.
     devices = PartitionSpec(mesh.axis_names)
     return jax.shard_map(
         part_checksum, mesh=mesh, in_specs=spec, out_specs=devices, check_vma=False
@@ -135,6 +150,7 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
     parts, leaf_indices = [], []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.sharding, NamedSharding):
+            # A part that several devices hold must count once.
             first_copies = {
                 shard.device
                 for shard in leaf.addressable_shards
@@ -151,6 +167,7 @@ def checksums(leaves: list[jax.Array]) -> list[str]:
         parts += leaf_parts
         leaf_indices += [i] * len(leaf_parts)
     sums = np.zeros((len(leaves), 2), np.uint32)
+    # Read here, not in the loop above, which would wait for each program in turn.
     for i, pair in zip(leaf_indices, jax.device_get(parts), strict=True):
         sums[i] += pair.reshape(2)
     if any(not leaf.is_fully_addressable for leaf in leaves):

@@ -38,6 +38,8 @@ def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
         **_: Any,
     ) -> tuple:
         def clip(g: jax.Array) -> jax.Array:
+            # Optax's order of operations, for its bits. A norm of 0 is below the bound,
+            # so the quotient 0 / 0 is not selected.
             return jnp.where(grad_norm < clip_norm, g, g / grad_norm * clip_norm)
 
         return jax.tree.map(clip, updates), state
@@ -60,4 +62,6 @@ def optimizer_chain(settings: Optimizer, roles: Any) -> optax.GradientTransforma
         clip = clip_by_norm(settings.clip_norm)
     if settings.weight_decay:
         decay = optax.add_decayed_weights(settings.weight_decay, matrix_mask(roles))
+    # The decay is added behind the optimizer, so that second moments do not divide it
+    # (decoupled weight decay, arXiv 1711.05101). The step multiplies both by the rate.
     return optax.chain(clip, settings.scale_by(roles), decay, optax.scale(-1.0))

@@ -29,6 +29,8 @@ def make_eval_step(
         def loss(micro: Tokens) -> jax.Array:
             return eval_loss(state, micro.tokens_AxBxT1, micro.segments_AxBxT1)
 
+        # The mean of means is the mean over all tokens, since micro-batches are equally
+        # large.
         return jnp.mean(jax.lax.map(loss, batch))
 
     return eval_step
@@ -77,9 +79,12 @@ def evaluate(
         if should_stop():
             return None
         pending.append(eval_step(state, batch))
+        # At most two batches are in flight, or a long validation would fill the memory
+        # with its inputs.
         if len(pending) > 1:
             losses.append(float(pending.pop(0)))
     losses += map(float, pending)
+    # fsum rounds once, so the mean does not depend on the order of the batches.
     loss = math.fsum(losses) / len(losses)
     row = {
         "val/loss": loss,
@@ -87,6 +92,8 @@ def evaluate(
     }
     if not math.isnan(bytes_per_token):
         row["val/bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    # The last validation may read more batches than the others. Losses of checkpoints
+    # are compared on those that all of them read.
     common_losses = losses[:common_batches]
     return Evaluation(row, math.fsum(common_losses) / len(common_losses))
 

@@ -17,7 +17,8 @@ from jax.extend.source_info_util import summarize
 
 from trainer.step.state_tree import leaf_names
 
-# Primitive -> the name of its parameter with the jaxpr that it calls.
+# Primitive -> the name of its parameter with the jaxpr that it calls, in JAX 0.11.2. A
+# primitive that calls a jaxpr and is missing here is searched as one operation.
 CALLED_JAXPR = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
@@ -73,6 +74,8 @@ def first_nonfinite_operation(
       compiler_options: options of the program whose operations these are. Each
         operation is compiled with them.
     """
+    # Readers of a bad argument have an operand that is not finite: the search passes
+    # them.
     for name, leaf in zip(leaf_names(args), jax.tree.leaves(args), strict=True):
         if not _is_finite(leaf):
             return NonFinite("argument", name, "", _describe(leaf), ())
@@ -127,12 +130,15 @@ class _Search:
         path = "/".join(part for part in (path, scope) if part)
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
+            # Only the branch that runs is searched: in the others a NaN may be normal.
             index = int(jnp.clip(inputs[0], 0, len(params["branches"]) - 1))
             return self.eval_jaxpr(params["branches"][index], inputs[1:], path)
         if name in CALLED_JAXPR:
             return self.eval_jaxpr(params[CALLED_JAXPR[name]], inputs, path)
         # Searching a loop iteration by iteration is slow, so it is first evaluated as
         # one operation.
+        # The context holds the mesh and the random bits under which the equation was
+        # traced.
         with eqn.ctx.manager:
             outputs = self.operation(
                 eqn.primitive, eqn.primitive.get_bind_params(params)
@@ -141,6 +147,8 @@ class _Search:
         bad = [output for output in outputs if not _is_finite(output)]
         if not bad:
             return outputs
+        # These raise _Stop with an operation inside, or return: evaluated one by one,
+        # operations round otherwise than in the compiled loop, and may all be finite.
         if name == "scan":
             self.scan(params, inputs, path)
         elif name == "while":
@@ -155,6 +163,8 @@ class _Search:
         if all(map(_is_finite, inputs)):
             raise _Stop(finding)
         if any(map(_has_nan, bad)) and not any(map(_has_nan, inputs)):
+            # inf - inf is a NaN of its own making, but an infinity may be a mask: this
+            # is reported only if no operation on finite numbers is bad.
             self.nan_from_infinite = self.nan_from_infinite or finding
         return outputs
 
@@ -174,6 +184,8 @@ class _Search:
         except TypeError:  # a parameter is not hashable
             return compile_()
         if not is_compiled:
+            # Layers repeat their operations, and a compilation takes longer than an
+            # operation.
             self._compiled[key] = compile_()
         return self._compiled[key]
 
@@ -212,6 +224,7 @@ def _is_float(x: Any) -> bool:
 @jax.jit
 def _counts(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
+    # Without `initial`, the maximum of an empty array is an error.
     amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
     return jnp.sum(jnp.isnan(x)), jnp.sum(x == jnp.inf), jnp.sum(x == -jnp.inf), amax
 

@@ -73,6 +73,8 @@ class Optimizer:
         """Raise TypeError for an entry without `moments` (may be empty) or
         `scale_by`.
         """
+        # `vars`, not `getattr`: the moments of a base entry may not be those of this
+        # one.
         if "moments" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} does not say its `moments`; () says that its state"
@@ -111,6 +113,8 @@ class AdamW(Optimizer):
         """Return `optax.adamw` without the decay."""
         import optax
 
+        # The three numbers alone: clip, decay and learning rate are added for every
+        # optimizer, so that their meaning does not depend on optax's defaults.
         return optax.scale_by_adam(self.b1, self.b2, self.eps)
 
 
@@ -144,8 +148,11 @@ class Adafactor(Optimizer):
         import jax
         import optax
 
+        # `optax.adafactor` negates its updates, as no `scale_by_*` does.
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
+        # The factors of a stack [L, n, m] would be those of its two largest axes, and
+        # its updates would be clipped by the RMS of all layers.
         def over_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
             def mapped(tree: Any, *args: Any) -> Any:
                 # vmap refuses a tree without arrays.
@@ -158,6 +165,7 @@ class Adafactor(Optimizer):
         stacked = optax.GradientTransformation(
             over_layers(core.init), over_layers(core.update)
         )
+        # The labels True and False are parts of the moments' names in checkpoints.
         return optax.partition(
             {True: stacked, False: core}, jax.tree.map(lambda role: role.stacked, roles)
         )
@@ -208,6 +216,8 @@ class Muon(Optimizer):
             path: tuple[Any, ...], leaf: Any
         ) -> optax.contrib.MuonDimensionNumbers | None:
             role = role_of(roles, path)
+            # None: Adam. Embeddings and the LM head are matrices too, but not of the
+            # kind that the method orthogonalizes.
             if role is None or not role.is_kernel:
                 return None
             return optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -246,11 +256,14 @@ def check_moments(name: str, policy: Policy) -> None:
     for key in MOMENT_KEYS:
         fmt = getattr(policy, key)
         has_moment = any(moment.key == key for moment in OPTIMIZERS[name].moments)
+        # Ignored, a narrow format would look as if it saved memory.
         if fmt != "fp32" and not has_moment:
             raise UserError(
                 f"precision.{key}={fmt}, but optimizer={name} has no such moment;"
                 f" set precision.{key}=fp32, or choose another optimizer"
             )
+        # The update computes on ScaledArrays in this format: FP32 would hold nothing
+        # more.
         if fmt == "fp32" and has_moment and policy.propagated_update:
             raise UserError(
                 f"precision.{key}=fp32, but precision.update=propagate computes in"

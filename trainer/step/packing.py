@@ -63,5 +63,6 @@ def unpack(tree: Any) -> Any:
     arrays = ((name, tree.arrays[name]) for name in tree.names)
     return jax.tree.unflatten(
         tree.structure,
+        # `with_scale` skips the checks of a ScaledArray, which both have passed before.
         [with_scale(x, scales[n]) if n in scales else x for n, x in arrays],
     )

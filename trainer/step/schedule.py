@@ -28,6 +28,7 @@ class LearningRates:
     ) -> None:
         self.steps = steps
         self._rates_of = rates_of
+        # Steps are read in order, so one block serves 65,536 of them.
         self._block = functools.lru_cache(maxsize=1)(self._compute_block)
 
     def _compute_block(self, number: int) -> np.ndarray:
@@ -41,6 +42,7 @@ class LearningRates:
 
     def begins_like(self, other: "LearningRates", steps: int) -> bool:
         """Return whether the first `steps` steps have the same rates in both."""
+        # Compared for equality: the same settings compute the same bits.
         for number in range(-(-steps // BLOCK)):
             count = min(BLOCK, steps - number * BLOCK)
             mine, others = self._block(number), other._block(number)
@@ -71,6 +73,7 @@ def learning_rates(
     import optax
 
     warmup = round(warmup_fraction * steps)
+    # Optax refuses a decay of 0 steps, which a run that only warms up has.
     decay_steps = max(1, steps - warmup)
     min_rate = min_ratio * peak
     decayed_rate: Callable[[ArrayLike], ArrayLike]
@@ -85,12 +88,14 @@ def learning_rates(
             decayed_rate = optax.constant_schedule(peak)
         case "wsd":
             decay = max(1, round(decay_fraction * steps))
+            # A decay that is longer than what the warm-up leaves begins at once.
             decayed_rate = optax.linear_schedule(
                 peak, min_rate, decay, transition_begin=max(0, decay_steps - decay)
             )
     # Step i of the warm-up has (i + 1) / warmup of the peak: at a rate of 0 the first
     # batch would be wasted.
     ramp = peak * (step + 1) / max(1, warmup)
+    # `np.where` evaluates both sides: the decay must not get the steps before it.
     decayed = np.broadcast_to(
         np.asarray(jax.vmap(decayed_rate)(np.maximum(step - warmup, 0))), step.shape
     )
