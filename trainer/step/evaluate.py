@@ -79,8 +79,6 @@ def evaluate(
         if should_stop():
             return None
         pending.append(eval_step(state, batch))
-        # At most two batches are in flight, or a long validation would fill the memory
-        # with its inputs.
         if len(pending) > 1:
             losses.append(float(pending.pop(0)))
     losses += map(float, pending)

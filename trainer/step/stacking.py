@@ -52,15 +52,19 @@ class Stacks(NamedTuple):
                 weights decay.
         """
         groups: dict[Any, list[int]] = {}
+        # A stack has one dtype and one treatment, so both are part of its key.
         for i, (x, kind) in enumerate(
             zip(leaves(tree), jax.tree.leaves(kinds), strict=True)
         ):
+            # Vectors alone: they are most of a GPT-2's arrays, and a stack copies its
+            # rows.
             if x.ndim == 1 and x.size < weights.LARGE and is_float(x):
                 groups.setdefault(
                     (x.shape, x.dtype, is_scaled_array(x), kind), []
                 ).append(i)
         structure = structure_of(tree)
         parts = itertools.chain(*map(_split_evenly, groups.values()))
+        # A stack of one row costs kernels and saves none.
         return cls(structure, tuple(part for part in parts if len(part) > 1))
 
     def stack(self, tree: Any) -> Any:
@@ -131,6 +135,7 @@ class Stacks(NamedTuple):
             of_arrays([parts[i] for i in alone]),
             *(of_rows(parts[group[0]]) for group in self.groups),
         ]
+        # In the order of the leaves, in which the norm adds them with or without stacks.
         return jnp.concatenate(numbers)[np.argsort([*alone, *rows])]
 
     def _has_structure(self, x: Any) -> bool:
@@ -166,10 +171,13 @@ def _split_evenly(group: Sequence[int]) -> Iterable[tuple[int, ...]]:
 
 
 def _stack_leaves(parts: Sequence[Any]) -> Any:
+    # Indices of leaves: a NumPy array is a constant of the compiled step. A bool is an
+    # `int` too, but the mask of the decay is one value for the whole stack.
     if all(type(x) is int for x in parts):
         return np.array(parts)
     if not hasattr(parts[0], "ndim"):
         return parts[0]
+    # Gradients of one shape may be stored in several formats, which FP32 holds.
     if len({(is_scaled_array(x), x.dtype) for x in parts}) > 1:
         parts = [weights.wide(x) for x in parts]
     if not is_scaled_array(parts[0]):
@@ -193,6 +201,8 @@ def _stack_arrays(parts: Sequence[jax.Array]) -> jax.Array:
 def _rows(stack: Any, like: Sequence[Any]) -> list[Any]:
     if not is_scaled_array(stack):
         return list(stack)
+    # A static scale is a constant of the compiled step, so it is taken from the weight,
+    # not from the stack.
     scales = [
         x.scale if x.is_static else scale.reshape(())
         for x, scale in zip(like, stack.scale, strict=True)

@@ -95,6 +95,8 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
     def replicate_scale(x: Any) -> Any:
         if not is_scaled_array(x) or not isinstance(x.data.sharding, NamedSharding):
             return x
+        # By the host: a program for each scale has a collective for each, and on CPU
+        # devices all of them at once waited for each other forever.
         replicated = replicated_like(x.data.sharding)
         if x.scale.sharding == replicated:
             return x
@@ -109,6 +111,8 @@ def to_checkpoint_form(state: TrainState) -> TrainState:
     def in_checkpoint_form(part: Any) -> Any:
         return tree.map_arrays(replicate_scale, tree.with_dynamic_scales(part))
 
+    # A checkpoint has each scale beside its moment, so it does not depend on the
+    # packing.
     unpacked = dataclasses.replace(
         state, opt_state=unpack(state.opt_state), diloco=None
     )

@@ -53,6 +53,8 @@ def is_key(leaf: Any) -> bool:
 def describe(tree: Any) -> dict[str, dict[str, Any]]:
     """Return `shape` and `dtype` of every leaf by name, as JSON values."""
     names = leaf_names(tree)
+    # A key `a/b` beside a key `a` with a key `b`: in a checkpoint one would replace the
+    # other.
     if len(set(names)) < len(names):
         raise ValueError(
             "two leaves share a name:"
@@ -115,6 +117,7 @@ def as_saved(like: Any, saved: Description) -> Any:
             data = jax.ShapeDtypeStruct(
                 leaf.shape, dtype(f"{name}/data"), sharding=leaf.sharding
             )
+            # Every device multiplies by the scale, so it is not split as the data is.
             scale = jax.ShapeDtypeStruct(
                 (), jnp.float32, sharding=replicated_like(leaf.sharding)
             )
@@ -135,6 +138,8 @@ def first_nonfinite_leaf(tree: Any) -> str | None:
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_scaled_array)
     flags = [_finite_flags(leaf) for leaf in leaves]
+    # One transfer for all leaves: a transfer for each would wait for the device each
+    # time.
     is_finite = np.array(
         [all(flags_of_leaf) for flags_of_leaf in jax.device_get(flags)], bool
     )
@@ -175,6 +180,8 @@ def check_scales(tree: Any, where: str, advice: str) -> None:
     for path, x in with_paths:
         if is_scaled_array(x):
             try:
+                # Other scales would make products round where all arithmetic takes them
+                # to be exact.
                 check_powers(np.asarray(x.scale.addressable_data(0)))
             except ValueError as error:
                 raise UserError(

@@ -64,6 +64,7 @@ GradientFn = Callable[
 def sequence_keys(key: jax.Array, batch: Tokens) -> jax.Array:
     """Return a key for every sequence, [A, B], the same on every mesh."""
     shape = batch.tokens_AxBxT1.shape[:2]
+    # The number of a sequence in the whole batch, not on its device.
     rows = jnp.arange(math.prod(shape)).reshape(shape)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(key, row)))(rows)
 
@@ -89,23 +90,28 @@ def mean_gradient(
         return value_and_grad(params, scaling, *micro, keys_B)
 
     first = jax.tree.map(lambda x: x[0], (batch, keys_AxB))
+    # Without a sum nothing is widened: gradients stay in the formats of their products.
     if micro_batches == 1:
         return micro_gradient(first)
 
     def add(total: Any, micro_and_keys: tuple[Tokens, jax.Array]) -> tuple[Any, None]:
         loss, grads, statistics = micro_gradient(micro_and_keys)
+        # In FP32: in 16 or 8 bits a sum over many micro-batches would lose small terms.
         mean = jax.tree.map(
             lambda t, n: t + n / micro_batches, total[:2], weights.wide((loss, grads))
         )
         return (*mean, jax.tree.map(jnp.maximum, total[2], statistics)), None
 
     shapes = jax.eval_shape(lambda: weights.wide(micro_gradient(first)))
+    # Maxima begin at zero, too, so no statistic may be negative.
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    # A scan holds the activations of one micro-batch at a time.
     return jax.lax.scan(add, zero, (batch, keys_AxB))[0]
 
 
 def first_true(flags: jax.Array) -> jax.Array:
     """Return the index of the first true flag, int32; -1 if there is none."""
+    # `argmax` of flags that are all false is 0, too.
     return jnp.where(jnp.any(flags), jnp.argmax(flags), -1).astype(jnp.int32)
 
 
@@ -180,6 +186,7 @@ def make_train_step(
             )
         )
         grad_norm = jnp.sqrt(jnp.sum(squares))
+        # One gradient that is not finite makes the norm so, too.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         opt_state = unpack(state.opt_state)
@@ -198,9 +205,12 @@ def make_train_step(
             leaf_indices=stacks.leaf_indices(getattr(opt_state, "inner_state", None)),
         )
         new_opt_state = stacks.unstack(new_opt_state, opt_state)
+        # The state must come back in the form in which it was given: it is donated, and
+        # the next call takes it without a new compilation.
         if isinstance(state.opt_state, Packed):
             new_opt_state = pack(new_opt_state)
         # The rate is an input of the program, so that a schedule does not recompile it.
+        # In FP32, because rate times update may lie below what FP16 holds.
         updates = jax.tree.map(lambda u: inputs.lr * u, weights.wide(updates))
         new_params, compensation = weights.apply_with_compensation(
             stacked_params,

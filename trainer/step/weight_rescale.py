@@ -41,6 +41,7 @@ def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
     for keys, role in jax.tree_util.tree_leaves_with_path(roles):
         path = jax.tree_util.keystr(keys)
         role_by_path[path] = role
+        # The last two keys name the linear layer and its kernel.
         layer_by_path[path] = jax.tree_util.keystr(keys[:-2])
     # Row kernels last: they depend on the column kernels of their layer.
     rows_last = sorted(rms, key=lambda path: role_by_path[path].kind == "row")
@@ -48,6 +49,7 @@ def rescale_factors(rms: Mapping[str, float], roles: Any) -> dict[str, float]:
     # The RMS of rescaled column kernels, by the path of their gated layer.
     column_rms_by_layer: dict[str, list[float]] = {}
     for path in rows_last:
+        # A bias that is still zero has no size, and keeps its scale.
         if not 0 < rms[path] < math.inf:
             continue
         role = role_by_path[path]

@@ -44,6 +44,7 @@ class KernelChoice(StrEnum):
         """
         if deterministic == "false":
             return cls.FASTEST
+        # Without a cache each start would autotune again, perhaps to other kernels.
         if deterministic == "true" or not cached:
             return cls.FIXED
         return cls.CACHED
@@ -62,6 +63,7 @@ def takes_any_layout(device: Any) -> bool:
 
     Blackwell does (compute capability 10 and 11), except its GeForce GPUs (12).
     """
+    # Devices of a CPU have no compute capability.
     major, _, _ = str(getattr(device, "compute_capability", "0")).partition(".")
     return major in ("10", "11")
 
@@ -100,6 +102,7 @@ def marked_attention(kernels: KernelChoice) -> Iterator[None]:
     if kernels is KernelChoice.FASTEST:
         yield
         return
+    # A private module: compare this function with JAX's at each new version of it.
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
     name = "create_dot_product_attention_backend_config"
