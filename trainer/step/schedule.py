@@ -96,7 +96,5 @@ def learning_rates(
     # batch would be wasted.
     ramp = peak * (step + 1) / max(1, warmup)
     # `np.where` evaluates both sides: the decay must not get the steps before it.
-    decayed = np.broadcast_to(
-        np.asarray(jax.vmap(decayed_rate)(np.maximum(step - warmup, 0))), step.shape
-    )
+    decayed = np.asarray(jax.vmap(decayed_rate)(np.maximum(step - warmup, 0)))
     return np.where(step < warmup, ramp, decayed).astype(np.float32)
