@@ -47,6 +47,7 @@ def numerics(
     return Callback(
         "numerics",
         every,
+        # Compiled functions count steps from 0, and callbacks from 1.
         lambda context: measure(context.state, context.tokens, context.step - 1),
     )
 
@@ -69,6 +70,8 @@ def evaluation(
         )
         if result is None:
             raise Interrupted
+        # The row's loss is the mean of all batches, of which the last validation may
+        # have more. Checkpoints are compared on the batches that every validation has.
         context.val_loss = result.common_loss
         return result.row
 
@@ -112,6 +115,7 @@ def exchanged_bytes(every: int, totals: Callable[[int], Totals]) -> Callback:
         run_totals = totals(context.step)
         sent = run_totals.exchanged
         row = {"wire/exchanged_mib": sent / 2**20}
+        # Nothing is sent before the first outer step.
         if sent:
             row["wire/times_fewer"] = run_totals.fp32_gradients / sent
         return row
@@ -127,6 +131,7 @@ def samples(every: int, sample: Callable[[Any, Callable[[], object]], str]) -> C
     """
 
     def run(context: StepContext) -> None:
+        # A sample may have a million tokens, which no stop request should wait for.
         def check_stop() -> None:
             context.raise_if_stopped(f"sampling after step {context.step}")
 
@@ -171,12 +176,14 @@ def with_new_scales(
     if not any(is_off(path, factor) for path, factor in factors.items()):
         return None
     changed = {path: factor for path, factor in factors.items() if factor != 1}
+    # A factor of 1 would only add a line to the message.
     params = rescale_params(state.params, changed)
     rescaled = with_rescaled_params(state, params)
     changes = [
         f"{'.'.join(re.findall(r'\w+', path))} 2^{math.log2(factor):g}"
         for path, factor in changed.items()
     ]
+    # A model has hundreds of weights.
     if len(changes) > 4:
         changes = [*changes[:4], "..."]
     text = (
@@ -194,6 +201,7 @@ def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
     """
 
     def run(context: StepContext) -> None:
+        # The other processes have no metrics.jsonl.
         if jax.process_index() > 0:
             return
         # Matplotlib takes half a second to import.

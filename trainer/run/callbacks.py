@@ -115,14 +115,17 @@ class StepContext:
         """
         numbers = {}
         for name, value in (metrics or {}).items():
+            # A row with such a name could not be read back from metrics.jsonl.
             if not is_metric(name):
                 raise ValueError(
                     f"step {self.step}: a metric cannot be called {name}; give it"
                     " another name"
                 )
-            # bool is an int, but no number of JSON
+            # A bool is an int, but no number of JSON. `float` takes scalars of JAX and
+            # NumPy, for which JSON has no form.
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             numbers[name] = value if is_number else float(value)
+        # Replaced in silence, a callback's metric could hide the loss of the step.
         if duplicates := sorted(numbers.keys() & self.row.keys()):
             raise ValueError(
                 f"step {self.step}: {', '.join(duplicates)} would be in the row twice;"
@@ -181,10 +184,14 @@ class Callback:
         """
         match self.kind:
             case CallbackKind.EVALUATE:
+                # The last row has every metric: it is the result of the run.
                 return context.last or self.is_regular(context.step)
             case CallbackKind.UPDATE:
+                # No step would be taken with the new form of the state.
                 return not context.last and self.is_regular(context.step)
             case CallbackKind.SAVE:
+                # Only the newest checkpoints are kept: those of a spike would push out
+                # the ones that a rollback goes back to.
                 return context.last or (
                     not is_spiking and (stopping or self.is_regular(context.step))
                 )

@@ -29,6 +29,7 @@ def as_current(manifest: Mapping[str, Any]) -> dict[str, Any]:
     meta = manifest["meta"]
     if manifest["format"] == FORMAT:
         return {**manifest, "meta": _add_missing_precision_keys(meta)}
+    # Arrays stay in their files under the old names.
     leaves = {}
     for name, leaf in manifest["leaves"].items():
         field, slash, rest = name.partition("/")
@@ -56,6 +57,8 @@ def _upgrade_format_3(meta: Mapping[str, Any], step: int) -> dict[str, Any]:
     current = dict(meta)
     if "config" in meta:
         current["config"] = renamed_keys(meta["config"])
+        # Format 3 counted no tokens. This is exact unless an earlier fork had another
+        # batch size.
         tokens = step * from_saved(Config, meta["config"]).trained_tokens
         current["totals"] = {"tokens": tokens}
     if "precision" in meta:

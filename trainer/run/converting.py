@@ -25,6 +25,7 @@ def convert_state(
     """
     params, compensation = rounded_weights(task, exact_weights(state))
     optimizer, policy = task.optimizer_settings.name, task.model.policy
+    # Compiled as one program, which need not hold all moments in FP32 at once.
     opt_state = jax.jit(
         lambda moments: convert_moments(moments, optimizer, source_policy, policy, seed)
     )(state.opt_state)
@@ -32,9 +33,11 @@ def convert_state(
         params,
         opt_state,
         state.key,
+        # A loss scale or amax history of one method means nothing to another.
         task.model.differentiate().init(),
         kahan_compensation=compensation,
     )
+    # Without `out_shardings` the compiler chose where the results lie.
     return jax.device_put(converted, shardings(converted, task.mesh, task.model.roles))
 
 

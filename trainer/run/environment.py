@@ -85,9 +85,12 @@ def code_version() -> str:
             return result.stdout.strip()
         return None
 
+    # git looks for a repository in all directories above: of an installed package it
+    # would report somebody's project.
     commit = git("rev-parse", "HEAD") if (root / ".git").exists() else None
     if commit is None:
         return "not a git checkout"
+    # Run directories may be untracked files here, and there may be many.
     changes = git("status", "--porcelain", "--untracked-files=no")
     if changes:
         return f"{commit}+changes"
@@ -108,6 +111,7 @@ def write_environment(
     """
     if jax.process_index() > 0:
         return
+    # Users share this file in bug reports.
     settings = redact(
         dict(override.split("=", 1) for override in overrides if "=" in override)
     )
@@ -123,10 +127,12 @@ def add_facts(run_dir: Path, facts: dict[str, str], *, separator: str = "") -> N
     """
     if jax.process_index() > 0:
         return
+    # A line break in a value would begin another key.
     text = "".join(
         f"{key}: {' '.join(value.splitlines())}\n" for key, value in facts.items()
     )
     path = run_dir / "environment.txt"
+    # Replaced, not appended to: a hard link in a backup of the run keeps its content.
     if path.exists():
         text = read_file(path).decode(errors="replace") + separator + text
     write_text(path, text)

@@ -26,10 +26,13 @@ def check_same_inputs(c: Config, data: Dataset) -> None:
     if jax.process_count() == 1:
         return
     manifest = data.manifest
+    # A data set of the Hub keeps its fingerprint when its content changes.
     content = [manifest.fingerprint, manifest.content, data.tokenizer.fingerprint]
     inputs = {"the data": json.dumps(content)}
     if c.init_from is not None:
         inputs["init_from"] = input_digest(path_of(c.init_from))
+    # The own checkpoints need no comparison: `RunDir` has checked that all processes
+    # have the same directory.
     if c.resume.source not in ("auto", "none"):
         inputs["resume"] = input_digest(path_of(c.resume.source), c.resume.step)
     check_same_content(inputs)
@@ -44,13 +47,16 @@ def input_digest(source: Path, step: int | None = None) -> str:
     steps = saved_steps(source)
     if steps:
         step = steps[-1] if step is None else step
+        # A manifest has the checksum of every array, so no array needs to be read.
         files = [manifest_file(source / "checkpoints" / str(step))]
     else:
         folder = source if source.is_dir() else source.parent
+        # The weights themselves are compared in memory, by `check_weights_finite`.
         files = [folder / name for name in (CONFIG, *TOKENIZER_FILES)]
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         if file.is_file():
+            # With the name, since one file may be missing here and another one there.
             digest.update(file.name.encode())
             digest.update(read_file(file, TOKENIZER_BYTES))
     return digest.hexdigest()

@@ -17,6 +17,8 @@ from trainer.files import path_of, write_atomically
 from trainer.version import __version__
 
 MIN_COMPILE_TIME_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+# With another value of one of these the same configuration may give other bits, so a
+# run that resumes reports changes.
 NUMERIC_SETTINGS = (
     "JAX_ALLOW_F16_REDUCTIONS",
     "JAX_DEFAULT_MATMUL_PRECISION",
@@ -29,6 +31,7 @@ NUMERIC_SETTINGS = (
     "JAX_SOFTMAX_CUSTOM_JVP",
     "JAX_THREEFRY_PARTITIONABLE",
 )
+# They change no number: a resumed run reports other devices by a line of its own.
 NON_NUMERIC_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 INTACT = "whole.json"  # size and time of each entry that was found intact
 
@@ -66,6 +69,7 @@ def numeric_settings() -> dict[str, str]:
 
 def hide_missing_gpu() -> None:
     """Keep JAX from logging a traceback when a CUDA plugin finds no NVIDIA device."""
+    # /dev/dxg is the GPU of WSL.
     if not any(
         Path(node).exists() for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
     ):
@@ -83,6 +87,7 @@ def use_compilation_cache(directory: str | None) -> str | None:
         return None
     path = path_of(directory)
     try:
+        # `mkdir` passes for a directory that cannot be written, so a file is tried.
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
         remove_corrupt_entries(path)
@@ -112,6 +117,8 @@ def remove_corrupt_entries(cache: Path) -> None:
         try:
             stat = entry.stat()
             intact[entry.name] = [stat.st_size, stat.st_mtime_ns]
+            # To read all entries at each start would take too long: these were read
+            # before.
             if known.get(entry.name) != intact[entry.name] and is_corrupt(
                 entry.read_bytes()
             ):
