@@ -119,6 +119,7 @@ class Checkpointer:
         keep_best: bool = False,
         read_only: bool = False,
     ) -> None:
+        # Orbax takes absolute paths only.
         self.directory = directory.resolve()
         self._read_only = read_only
         self._saving_step: int | None = None
@@ -140,11 +141,16 @@ class Checkpointer:
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT),
         )
         with explain_unwritable(f"to {self.directory}", OTHER_RUN_DIR):
+            # A directory can exist without being writable: Orbax would tell at the
+            # first save.
             if not read_only:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                # A name for each process: one would remove the file of another before
+                # that looks.
                 probe = self.directory / f".writable-{jax.process_index()}"
                 probe.touch()
                 probe.unlink()
+            # Before Orbax, which reads the time and the loss of every checkpoint.
             self._set_aside_unreadable()
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -154,6 +160,7 @@ class Checkpointer:
 
         Somebody else may have made the run: a link in its directory raises UserError.
         """
+        # A link could lead a reader, and an export, to a file outside of the run.
         check_no_links(directory.parent)
         return cls(directory, read_only=True)
 
@@ -165,6 +172,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps of committed checkpoints, ascending."""
+        # Orbax lists a step from the beginning of its save.
         return sorted(s for s in self._manager.all_steps() if s != self._saving_step)
 
     @property
@@ -201,6 +209,7 @@ class Checkpointer:
           UserError: the previous save failed, this one cannot start, or a later step
             is saved already.
         """
+        # The previous step counts only once it is committed; its error goes first.
         self.wait()
         steps = self.steps()
         if steps and step < steps[-1]:
@@ -246,6 +255,8 @@ class Checkpointer:
                 step,
                 args=items,
                 metrics=metrics_of(manifest),
+                # Callbacks decide when to save. Without this Orbax may return without a
+                # save.
                 force=True,
             )
         except OSError as error:
@@ -264,6 +275,7 @@ class Checkpointer:
         saved = parse_json(read_file(file))
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
+        # Saved with all callbacks of its step: nothing is left to complete.
         if saved["meta"].get("unfinished") is None:
             return
         val_loss = manifest["val_loss"]
@@ -275,6 +287,8 @@ class Checkpointer:
         self._saving_step = step
         try:
             if jax.process_index() == 0:
+                # The loss first: a kill in between leaves `unfinished`, and the step is
+                # completed again.
                 metrics = metrics_of(completed)
                 if metrics is not None:
                     write_metrics(folder, metrics)
@@ -283,6 +297,7 @@ class Checkpointer:
             raise self._save_error(error) from error
         self._saving_step = None
         multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
+        # Orbax holds the losses in memory, by which it keeps the best checkpoint.
         self._manager.reload()
 
     def check(self) -> None:
@@ -305,6 +320,7 @@ class Checkpointer:
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
+        # Errors of TensorStore have many lines, of which the first says enough.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         return UserError(
             f"could not save checkpoint {step} in {self.directory}: {reason}"
@@ -353,6 +369,7 @@ class Checkpointer:
         def read(candidate: int) -> Restored:
             manifest = self._read_manifest(candidate)
             tree = target(manifest.meta) if callable(target) else target
+            # From cheap to dear: the manifest, the sizes of the files, the arrays.
             self._check_match(candidate, tree, manifest.leaves, partial=partial)
             check_size(self.directory / str(candidate), tree)
             state = self._read_state(candidate, tree, manifest.leaves)
@@ -480,6 +497,7 @@ class Checkpointer:
             raise UserError(f"{problem}; remove {path}")
         folder = self.directory / DAMAGED
         folder.mkdir(exist_ok=True)
+        # A step may be damaged again after it was saved anew.
         number = 0
         while (folder / f"{name}-{number}").exists():
             number += 1
@@ -488,7 +506,9 @@ class Checkpointer:
 
     def _read_manifest(self, step: int) -> CheckpointManifest:
         manifest = intact_manifest(self.directory / str(step))
-        # No checkpoint has step 0.
+        # A run of step 0 would train on settings that somebody laid beside it: no
+        # checkpoint has that step. A folder that was renamed has another step than its
+        # manifest.
         if manifest is None or not manifest["step"] == step > 0:
             raise DamagedCheckpointError(MANIFEST_DAMAGED)
         if manifest["format"] not in READABLE:
@@ -560,7 +580,7 @@ class Checkpointer:
 
 
 def _has_commit_time(folder: Path) -> bool:
-    """Return whether Orbax, which sorts checkpoints by it, can read the time."""
+    """Return whether Orbax can read the time, as it does of every checkpoint."""
     try:
         step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
         return step.commit_timestamp is not None

@@ -34,12 +34,15 @@ class CheckpointManifest(NamedTuple):
 
 def digest_of(document: Mapping[str, Any]) -> str:
     """Return the digest of a manifest without its digest."""
+    # The digest is of the values, not of the order of the keys in a file. A NaN, which is
+    # no JSON, raises ValueError: such a manifest counts as damaged.
     text = json.dumps(document, sort_keys=True, allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest with the digest of its other values."""
+    # A manifest that is completed has the digest of the one before.
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return {**content, "digest": digest_of(content)}
 
@@ -56,9 +59,11 @@ def intact_manifest(folder: Path) -> dict[str, Any] | None:
     """
     try:
         manifest: dict[str, Any] = parse_json(read_file(manifest_file(folder)))
+        # A JSON value that is no object raises one of the errors below.
         is_intact = manifest.pop("digest") == digest_of(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+    # Somebody else can give a right digest to any content.
     has_meta = isinstance(manifest.get("meta"), dict)
     has_keys = {"step", "format"} <= manifest.keys()
     return manifest if is_intact and has_meta and has_keys else None
@@ -75,6 +80,7 @@ def orbax_metrics(folder: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         metrics = {}
+    # A loss that is an integer or a text was not written by a run.
     has_loss = isinstance(metrics, dict) and isinstance(metrics.get("val_loss"), float)
     return metrics if has_loss else {"val_loss": math.nan}
 
@@ -89,6 +95,7 @@ def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float] | None:
 
 def validation_rows(manifest: Mapping[str, Any]) -> int | None:
     """Return the sequences of a validation batch; None: an earlier version saved it."""
+    # From the raw manifest: this runs before metadata are validated.
     rows = manifest.get("meta", {}).get("validation_rows")
     return rows if isinstance(rows, int) else None
 
@@ -104,6 +111,7 @@ def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
 
     Manifests of earlier versions lack the key: then Orbax's file has the loss.
     """
+    # A manifest with null has no loss, whatever Orbax's file says.
     metrics = orbax_metrics(folder) or {"val_loss": None}
     loss = manifest.get("val_loss", metrics["val_loss"])
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
@@ -129,6 +137,7 @@ def best_of(validations: Sequence[Validation]) -> int | None:
     if not validations:
         return None
     rows = max(validations, key=lambda v: v.step).rows
+    # An earlier version did not say its rows: it is compared with all.
     comparable = [v for v in validations if rows is None or v.rows in (None, rows)]
     return min(comparable, key=lambda v: (v.loss, -v.step)).step
 
@@ -140,6 +149,7 @@ class BestCheckpoint:
         self, checkpoints: Sequence[Any], *, context: object
     ) -> Sequence[bool]:
         """Return for each checkpoint whether it is kept."""
+        # Orbax passes `context` by name, so it cannot be left out.
         del context
         best = best_of(
             [
@@ -166,6 +176,7 @@ def best_step(directory: Path, steps: Iterable[int]) -> int | None:
         folder = directory / str(step)
         manifest = intact_manifest(folder)
         if manifest is None:
+            # A run at work may have removed it since `steps` was read.
             check_not_removed(folder)
             raise UserError(
                 f"checkpoint {step} is damaged ({MANIFEST_DAMAGED}), so that the best"
