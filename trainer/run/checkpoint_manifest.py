@@ -34,8 +34,8 @@ class CheckpointManifest(NamedTuple):
 
 def digest_of(document: Mapping[str, Any]) -> str:
     """Return the digest of a manifest without its digest."""
-    # The digest is of the values, not of the order of the keys in a file. A NaN, which is
-    # no JSON, raises ValueError: such a manifest counts as damaged.
+    # The digest is of the values, not of the order of the keys in a file. A NaN is no
+    # JSON and raises ValueError: such a manifest counts as damaged.
     text = json.dumps(document, sort_keys=True, allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

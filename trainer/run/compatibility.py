@@ -73,9 +73,11 @@ def check_same_model(
         )
     if mismatch is not None:
         del expected["vocab_size"]  # follows from the tokenizer
+    # The spec decides: a setting may differ without changing what the model computes.
     different = [name for name in expected if not spec.is_compatible(name, saved[name])]
     if not different and mismatch is None:
         return
+    # All differences at once, so that one change of the command mends them.
     problems = [
         f"has {name}={saved[name]} (the model {expected[name]})" for name in different
     ]
@@ -100,6 +102,7 @@ def check_same_precision(
     old = dataclasses.asdict(saved)
     new = dataclasses.asdict(policy)
     different = [
+        # Values may be lists, whose brackets a shell would expand.
         f"{shlex.quote(f'precision.{name}={old[name]}')} (now {new[name]})"
         for name in new
         if old[name] != new[name]
@@ -118,6 +121,7 @@ def check_same_trainable(source: str, meta: Mapping[str, Any], task: TrainTask) 
         return shlex.quote(f"train.trainable=[{','.join(names)}]")
 
     saved = saved_trainable(meta)
+    # Other patterns may select the same parameters.
     if task._replace(trainable=saved).trained_roles != task.trained_roles:
         raise UserError(
             f"resume={source} was trained with {override_of(saved)}, this is"

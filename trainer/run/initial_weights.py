@@ -63,6 +63,7 @@ def restore_weights(
     `step` None: of the newest checkpoint. Raises UserError for a weight that is not
     finite.
     """
+    # In the dtypes that were saved, whose bits the checksums are of.
     target = as_saved({"params": like}, checkpointer.manifest(step).leaves)
     checkpoint = checkpointer.restore(target, step, partial=True)
     name = first_nonfinite_leaf(checkpoint.state)
@@ -116,6 +117,7 @@ def weights_of_run(
     with Checkpointer.reading(source / "checkpoints") as checkpointer:
         step, meta, _ = checkpointer.manifest()
         saved = meta["model"]
+        # Learned positions are restored in full, and cropped when they are placed.
         sizes = {"context": saved["context"]}
         comparison = None
         if tokenizer is None:
@@ -140,6 +142,7 @@ def weights_of_huggingface(
     if tokenizer is not None:
         comparison = compare_huggingface_tokenizer(source, saved_spec, tokenizer)
     check_weights_fit(key, architecture(saved_spec), spec, comparison)
+    # Files of Hugging Face have each layer by itself.
     if spec.scan_layers:
         params = stack_layers(params)
     check_weights_finite(key, params)
@@ -201,6 +204,7 @@ def with_context_of(spec: Spec, key: str, saved: Mapping[str, Any]) -> dict[str,
     """
     limit = saved["context"]
     context = spec.context
+    # Rotary positions have no rows: there a longer context is only reported.
     if context > limit and any(jax.tree.leaves(row_arrays_of(spec, "context"))):
         raise UserError(
             f"{key} has learned positions for {limit:,} tokens,"
@@ -243,6 +247,7 @@ def with_row_counts(spec: Spec, like: Params, sizes: Mapping[str, int]) -> Param
 
 def place_cropped(new: Any, like: jax.Array) -> jax.Array:
     """Return the first rows of an array, placed and typed as `like`."""
+    # A shorter context drops the positions beyond it.
     return jax.device_put(new[: len(like)].astype(like.dtype), like.sharding)
 
 
@@ -260,6 +265,7 @@ def check_weights_finite(key: str, params: Params) -> None:
     if jax.process_count() > 1:
         digest = hashlib.blake2b(digest_size=16)
         for array in jax.tree.leaves(params):
+            # hashlib takes no array with gaps, such as a transposed kernel.
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         check_same_content({key: digest.hexdigest()})
 
@@ -310,9 +316,11 @@ def keep_tokenizer(source: Path, run_dir: Path, tokenizer: Tokenizer) -> None:
       tokenizer: the run's.
     """
     target = run_dir / ORIGIN
+    # Copied by an earlier start of this run.
     if (target / CONFIG).is_file():
         return
     check_not_link(source / ORIGIN)
+    # A run that began with weights has their files in ORIGIN.
     for directory in (source, source / ORIGIN):
         if has_tokenizer(directory, tokenizer):
             # A symlink to a file outside of the directory raises UserError. Then
@@ -327,6 +335,7 @@ def has_tokenizer(directory: Path, tokenizer: Tokenizer) -> bool:
     """Return whether a Hugging Face directory has this tokenizer beside its weights."""
     if not (directory / CONFIG).is_file():
         return False
+    # Another tokenizer's chat template would stand beside this run's ids in an export.
     saved = tokenizer_in(directory)
     return saved is not None and saved.fingerprint == tokenizer.fingerprint
 
@@ -344,6 +353,8 @@ def compare_huggingface_tokenizer(
     ids, other_end = token_ids_in(directory), end_difference(directory, tokenizer)
     ends = "" if other_end is None else f"; {other_end}"
     if ids is None:
+        # Rows without an id are padding, such as 50,304 rows for the 50,257 ids of
+        # GPT-2.
         if 0.99 * spec.vocab_size <= tokenizer.vocab_size <= spec.vocab_size:
             return (
                 "there is no tokenizer beside them, so it is not checked whether their"

@@ -91,6 +91,7 @@ def train(loop: TrainLoop) -> int:
             finish_interrupted_step(loop, loop.unfinished, stop)
         if not stop.signal:
             take_steps(loop, stop, profiler)
+        # The save may outlast the last step: a message about a hang names it.
         guard.beat("saving the last checkpoint")
         session.checkpointer.wait()
     failure = loop.recovery.watchdog.failure
@@ -104,6 +105,7 @@ def train(loop: TrainLoop) -> int:
             f" {session.run_dir}/report.html"
         )
     if stop.signal:
+        # As a shell reports a process that a signal ended.
         return 128 + stop.signal
     return 0
 
@@ -150,6 +152,7 @@ def finish_step(
 ) -> None:
     """Wait for a step, roll back if its state is bad, and run the callbacks."""
     watchdog = loop.recovery.watchdog
+    # The row first: the watchdog decides by the metrics of this step.
     row = step_row(loop, pending)
     # A weight can be infinite although loss and gradients are finite.
     watchdog.check_state(loop.step, first_nonfinite_array(loop.state))
@@ -163,6 +166,8 @@ def finish_step(
 def needs_metrics_now(loop: TrainLoop) -> bool:
     """Return whether this step's metrics are needed before the next step starts."""
     return (
+        # While steps are suspect each is judged before the next is taken, so a rollback
+        # follows the bad step at once.
         loop.step == loop.plan.phase_end
         or loop.recovery.watchdog.suspect_since is not None
         or any(callback.is_regular(loop.step) for callback in loop.callbacks)
@@ -174,12 +179,14 @@ def step_row(loop: TrainLoop, pending: PendingStep) -> dict[str, float]:
 
     The watchdog gets the metrics. The batch of a skipped step is saved.
     """
+    # One transfer: each `item` of a device array would be a transfer of its own.
     metrics = {
         name: value.item() for name, value in jax.device_get(pending.metrics).items()
     }
     row = {
         "train/loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
+        # Steps of a row count from 1, and those of the schedule from 0.
         "lr": float(loop.plan.learning_rates[pending.step - 1]),
         "tokens": loop.totals(pending.step).tokens,
     }
@@ -202,7 +209,9 @@ def recover(loop: TrainLoop, pending: PendingStep, row: dict[str, float]) -> Non
     # Without this wait, disk speed would decide which checkpoint is the newest.
     checkpointer.wait()
     first_bad_step = watchdog.suspect_since or pending.step
+    # Strictly before: a checkpoint of the first bad step may have its update.
     good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
+    # After a spike the state is finite, so training may recover by itself.
     if not good_steps and watchdog.is_spiking:
         text = (
             f"{watchdog.rollback_reason}; there is no checkpoint from before the spike,"
@@ -211,6 +220,7 @@ def recover(loop: TrainLoop, pending: PendingStep, row: dict[str, float]) -> Non
         log_event(loop, loop.step, text, alert="spike")
         watchdog.restart_spike_window()
     elif not good_steps or not watchdog.may_roll_back:
+        # The row of the step that ends the run would not be logged otherwise.
         log_row(loop, pending.step, row)
         stop_diverged(loop, pending)
     else:
@@ -229,6 +239,7 @@ def roll_back(loop: TrainLoop, good_steps: list[int]) -> None:
         good_steps, key=lambda step: (not checkpoint.is_regular(step), -step)
     )
     loop.state, step, train_step = loop.recovery.restore(loop.state, candidates)
+    # An older state may have other scales, which are constants of its step.
     loop.train_step = train_step or loop.train_step
     text = (
         f"{watchdog.rollback_reason}; rolled back to step {step}; skipping the batches"
@@ -253,6 +264,8 @@ def run_callbacks(
         state=loop.state,
         train_step=loop.train_step,
         tokens=tokens,
+        # A copy, so that `row` stays without the results of callbacks that are
+        # interrupted.
         row=dict(row),
         run_dir=loop.session.run_dir,
         should_stop=stop.requested,
@@ -268,6 +281,7 @@ def run_callbacks(
         # and the run resumes from this checkpoint.
         row = row | loop.throughput.mean_since_last_call()
         loop.unfinished = encode_row(loop.step, row).decode()
+        # No loss: a validation that was interrupted has none, and is repeated.
         save(loop, None)
         if isinstance(error, UserError):
             raise
@@ -283,12 +297,15 @@ def run_callbacks(
         ]
         loop.recovery.watchdog.finish(loop.step, losses)
     update_state(loop, context, stop)
+    # Metrics of callbacks are logged whatever `train.log_every` is.
     has_new_metrics = len(context.row) > len(row)
     context.row = log_row(loop, loop.step, context.row, always=has_new_metrics)
     if context.last:
         final = {f"final/{name}": value for name, value in context.row.items()}
         loop.session.tracker.summary(final)
     record_media(loop, context)
+    # After the row and the texts: a resumed run does not repeat what the checkpoint
+    # covers.
     for callback in due_callbacks(loop, CallbackKind.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {loop.step}")
         run_callback(loop, callback, context)
@@ -304,6 +321,7 @@ def update_state(loop: TrainLoop, context: StepContext, stop: StopRequest) -> No
         stop.guard.beat(f"at the {callback.name} after step {loop.step}")
         run_callback(loop, callback, context)
         loop.state, loop.train_step = context.state, context.train_step
+        # A program's own UPDATE callback may set any state.
         if (name := first_nonfinite_array(loop.state)) is not None:
             reason = f"{name} is not finite after the {callback.name}"
             log_event(loop, loop.step, f"stopped: {reason}", alert="diverged")
@@ -361,6 +379,7 @@ def record_media(loop: TrainLoop, context: StepContext) -> None:
 
 def finish_interrupted_step(loop: TrainLoop, saved_row: str, stop: StopRequest) -> None:
     """Run the interrupted callbacks of the last step, starting from its saved row."""
+    # A batch is a function of the step, so it is not saved.
     _, batch = next(loop.data.batches(loop.step - 1))
     run_callbacks(loop, decode_row(saved_row), loop.data.place(batch), stop)
 
@@ -405,6 +424,7 @@ def save(loop: TrainLoop, val_loss: float | None) -> None:
     """Write the log up to `loop.step`, then save a checkpoint of the state after it."""
     tracker = loop.session.tracker
     loop.session.verify_run_dir()
+    # Without it the checkpoint that follows could not be resumed by `resume=RUN`.
     loop.session.restore_config()
     # A run that resumes here does not repeat these rows.
     tracker.flush()
@@ -436,6 +456,7 @@ def stop_diverged(loop: TrainLoop, pending: PendingStep) -> None:
     reason = f"step {pending.step}: {watchdog.rollback_reason}"
     if watchdog.rollbacks:
         reason += f", after {watchdog.rollbacks} rollbacks"
+    # Told first: the search takes minutes, and the memory of all intermediates.
     log_event(loop, pending.step, f"stopped: {reason}", alert="diverged")
     tokens = loop.data.place(pending.batch)
     diagnosis = loop.recovery.diagnose(loop.state, tokens, pending.step - 1)
@@ -457,6 +478,7 @@ class Profiler:
 
     def before(self, step: int) -> None:
         """Start the trace if this is the first step in the interval."""
+        # Not only at the first: a resumed run may begin inside the interval.
         if self.first <= step <= self.last and not self.running:
             self.running = True
             jax.profiler.start_trace(self.directory)
