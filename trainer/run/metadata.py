@@ -55,6 +55,7 @@ class Leaf:
 
 
 STRINGS: Any = tuple[str, ...] | None
+# A key that is missing here is taken as it is, whoever wrote it.
 FIELDS: dict[str, Any] = {
     "config": dict,
     "model": dict,
@@ -107,8 +108,11 @@ def validate_metadata(
     with well_formed(where, ADVICE):
         try:
             for key, hint in FIELDS.items():
+                # Missing keys pass: earlier versions lack some, and Metadata names one
+                # that is needed.
                 if key in meta:
                     converted(hint, meta[key], key)  # raises if it is invalid
+            # The row is a text in a text, so its type says nothing about the content.
             row = meta.get("unfinished")
             if row is not None and not _is_step_row(parse_json(row)):
                 raise ValueError("its unfinished row is no row of a step")
@@ -129,7 +133,9 @@ def _is_step_row(row: Any) -> bool:
 
 def _check_leaf(name: str, leaf: Any) -> None:
     dtype = from_tree(Leaf, leaf, name).dtype
+    # NumPy knows no dtype of keys.
     is_random_key = dtype.startswith("key<")
+    # O, S, U, m, M: objects, bytes, texts, spans of time and dates.
     if not is_random_key and jnp.dtype(dtype).kind in "OSUmM":
         raise ValueError(f"{name} is {dtype}, which is no format of numbers")
 
@@ -139,6 +145,7 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     numbers than a model of these sizes has parameters.
     """
     model = meta["model"]
+    # They decide how large a model is built before an array is read.
     settings = meta.get("config", {}).get("model", {})
     family = model.get("family")
     if family not in SPECS:
@@ -146,6 +153,7 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     hints = annotations(SPECS[family])
     for key in model.keys() & hints.keys():
         converted(hints[key], model[key], f"model.{key}")
+    # The bounds hold for `model`, but the model is built from the configuration.
     for key in ("n_layer", "d_model"):
         if key in settings and settings[key] != model.get(key):
             raise UserError(
@@ -158,6 +166,7 @@ def _check_model(meta: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     numbers = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
     # A layer has at least one norm; its heads and MLP may have any width.
     min_parameters = (layers + ids) * width
+    # Unrolled, each layer has at least one array.
     is_scanned = bool(settings.get("scan_layers"))
     if min_parameters > numbers or (layers > len(leaves) and not is_scanned):
         raise UserError(
@@ -205,11 +214,14 @@ def check_chunks(folder: Path, names: Iterable[str]) -> None:
     """
     import tensorstore
 
+    # At least 64 MiB: in a small checkpoint names take more room than arrays.
     check_index(folder, max(TEXT_BYTES, _stored_bytes(folder)))
     base = {"driver": "file", "path": f"{folder.absolute()}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     for name in names:
         zarr_2, zarr_3 = f"{name}/.zarray", f"{name}/zarr.json"
+        # Orbax's own metadata may name this format, whose chunks `.zarray` does not
+        # bound.
         is_zarr_3 = store.read(zarr_3).result().state != "missing"
         if is_zarr_3 or not _fits_array(parse_json(store[zarr_2])):
             raise UserError(

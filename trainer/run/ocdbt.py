@@ -16,6 +16,7 @@ from trainer.files import read_file
 MANIFEST = "manifest.ocdbt"
 MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
 NODE_MAGIC = bytes.fromhex("0cdb20de")
+# A CRC-32C ends each manifest and node. It is not compared here: TensorStore does so.
 CHECKSUM_BYTES = 4
 ENTRY_BYTES = 128  # that TensorStore takes for a key or a file, beside its name
 MAX_ENTRIES = 1 << 20  # of a node or a manifest, as in TensorStore
@@ -69,6 +70,8 @@ class NodeReader:
 
     def __init__(self, data: bytes, magic: bytes, budget: Budget) -> None:
         self._budget, self._data, self._position = budget, data, 0
+        # The length of the whole stands in the header, so bytes that were added are
+        # noticed.
         if self.take(4) != magic or int.from_bytes(self.take(8), "little") != len(data):
             raise ValueError("no node")
         if self.number() != 0:
@@ -79,6 +82,8 @@ class NodeReader:
             import pyarrow
 
             with pyarrow.input_stream(pyarrow.BufferReader(body), "zstd") as stream:
+                # One byte more than may be spent, so that too much is noticed and no
+                # more is decoded.
                 body = stream.read(budget.left + 1)
         budget.spend(len(body))
         self._data, self._position = body, 0
@@ -86,6 +91,7 @@ class NodeReader:
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
         start, self._position = self._position, self._position + count
+        # A slice beyond the end would be short, without an error.
         if self._position > len(self._data):
             raise ValueError("cut off")
         return self._data[start : self._position]
@@ -93,6 +99,7 @@ class NodeReader:
     def number(self) -> int:
         """Return the next number: 7 bits a byte, the lowest first."""
         result = 0
+        # Ten bytes hold 64 bits; an endless number would keep the reader busy.
         for shift in range(0, 70, 7):
             [byte] = self.take(1)
             result |= (byte & 127) << shift
@@ -102,6 +109,7 @@ class NodeReader:
 
     def numbers(self, count: int) -> list[int]:
         """Return the next numbers."""
+        # Before a list of that length is made.
         if count > MAX_ENTRIES:
             raise ValueError("too many numbers")
         return [self.number() for _ in range(count)]
@@ -110,8 +118,11 @@ class NodeReader:
         """Return the length of what each name shares with the one before, and of the
         rest of it.
         """
+        # The first name shares nothing, and has no number. No names: the list is cut to
+        # none.
         shared = [0, *self.numbers(count - 1)][:count]
         rest = self.numbers(count)
+        # A name takes its whole length in memory, but only the rest of it in the file.
         self._budget.spend(sum(shared) + sum(rest) + ENTRY_BYTES * count)
         return shared, rest
 
@@ -158,12 +169,14 @@ def check_index(folder: Path, max_bytes: int) -> None:
     while nodes:
         node = nodes.pop()
         file_path = folder / node.file
+        # Otherwise `read` would allocate whatever length the node says.
         if node.offset + node.length > file_path.stat().st_size:
             raise ValueError("a node beyond its file")
         with file_path.open("rb") as file:
             file.seek(node.offset)
             data = file.read(node.length)
         below = _children(NodeReader(data, NODE_MAGIC, budget), node.directory)
+        # Nodes may refer to each other in a circle.
         nodes += set(below) - seen
         seen.update(below)
 
@@ -181,6 +194,7 @@ def _roots(manifest: NodeReader) -> list[Node]:
     versions = manifest.number()
     manifest.numbers(versions)  # generation_number
     manifest.take(versions)  # root_height
+    # Orbax reads the newest version.
     return manifest.nodes(versions, files)[-1:]
 
 

@@ -21,11 +21,13 @@ def hide_orbax_tracebacks() -> None:
     event loop without Python code in between; and from discarded coroutines of Orbax.
     Others reach asyncio's log, from its futures.
     """
+    # Each Checkpointer calls this: a hook around a hook would grow with every one.
     default_hook = sys.unraisablehook
     if getattr(default_hook, "hides_orbax_tracebacks", False):
         return
 
     def hook(report: Any) -> None:
+        # Python may report an error without a traceback.
         outermost = (
             report.exc_traceback.tb_frame.f_code if report.exc_traceback else None
         )
@@ -42,6 +44,8 @@ def hide_orbax_tracebacks() -> None:
         if not (from_event_loop or discarded_coroutine or interrupted):
             default_hook(report)
 
+    # The mark is on the function, so that a hook that replaces this one is wrapped
+    # again.
     hook.hides_orbax_tracebacks = True  # type: ignore[attr-defined]
     sys.unraisablehook = hook
     logging.getLogger("asyncio").addFilter(_is_not_from_orbax)

@@ -49,6 +49,7 @@ class Phases(NamedTuple):
 
         Step 0 belongs to the first phase.
         """
+        # A checkpoint of a phase's last step has the form of that phase.
         return next((phase for phase in self.all if step <= phase.until), self.all[-1])
 
     def phase_after(self, checkpoint: Restored) -> TrainingPhase:
@@ -57,6 +58,7 @@ class Phases(NamedTuple):
         It is the phase of the next step; the last phase at the run's end. If the
         callbacks of the checkpoint's step were interrupted, it is that step's phase.
         """
+        # The callbacks of the step still need the state in the form of its phase.
         if checkpoint.meta.get("unfinished") is not None:
             return self.containing(checkpoint.step)
         return self.containing(checkpoint.step + 1)
@@ -105,10 +107,13 @@ def enter_phase(
         # Frozen parameters drop their Kahan compensation: an error of half an ulp,
         # once. Keeping it costs two bytes a parameter for the whole phase.
         params, compensation = rounded_weights(task, exact_weights(state))
+        # A loss scale or an amax history is of one method.
         scaling = state.scaling if same_policy else task.model.differentiate().init()
         state = dataclasses.replace(
             state, params=params, scaling=scaling, kahan_compensation=compensation
         )
+    # Parameters that were frozen have no moments, and Adam's bias correction has one
+    # count of steps for all.
     initial_opt_state = task.optimizer().init(task.select_trained(state.params))
     state = dataclasses.replace(state, opt_state=initial_opt_state)
     return jax.device_put(state, shardings(state, task.mesh, task.model.roles))
