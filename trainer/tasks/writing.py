@@ -199,7 +199,7 @@ class Writer:
             keys_BxN = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
                 keys_B, numbers_N
             )
-            at_B = np.minimum(length_B + part * PART, len(room) - 1)
+            at_B = length_B + part * PART
             new_BxN, logits_BxV, caches = self._decode(
                 params, logits_BxV, caches, at_B, keys_BxN, controls
             )
