@@ -206,8 +206,8 @@ warning once per shape. It is differentiable once.
 
 def normalized(dimension_numbers: Any) -> DimensionNumbers:
     """Return hashable dimension numbers: tuples at every level."""
-    contract, batch = (tuple(map(tuple, pair)) for pair in dimension_numbers)
-    return contract, batch
+    (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
+    return (tuple(lhs), tuple(rhs)), (tuple(lhs_batch), tuple(rhs_batch))
 
 
 def matrix_sizes(

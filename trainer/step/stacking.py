@@ -135,7 +135,7 @@ class Stacks(NamedTuple):
             of_arrays([parts[i] for i in alone]),
             *(of_rows(parts[group[0]]) for group in self.groups),
         ]
-        # In the order of the leaves, in which the norm adds them with or without stacks.
+        # In the order of the leaves: the norm adds them so, with or without stacks.
         return jnp.concatenate(numbers)[np.argsort([*alone, *rows])]
 
     def _has_structure(self, x: Any) -> bool:

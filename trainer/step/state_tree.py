@@ -160,7 +160,7 @@ def _finite_flags(leaf: Any) -> list[jax.Array]:
         data, scale = leaf.data, leaf.scale
     if not isinstance(data, jax.Array) or not jnp.issubdtype(data.dtype, jnp.floating):
         return []
-    scales = {}
+    scales: dict[jax.Device, jax.Array] = {}
     if isinstance(scale, jax.Array):
         scales = {shard.device: shard.data for shard in scale.addressable_shards}
         scale = np.asarray(scale.addressable_data(0))

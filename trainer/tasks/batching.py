@@ -68,8 +68,8 @@ def round_scored(scored: int) -> int:
     """Round up to 16, 64, 256, ..."""
     rounded = MULTIPLE
     while rounded < scored:
-        # By fours, a context of 4,096 has five C. Each C is compiled for up to `LENGTHS`
-        # lengths, and steps of 16 would have 256.
+        # By fours, a context of 4,096 has five C. Each C is compiled for up to
+        # `LENGTHS` lengths, and steps of 16 would have 256.
         rounded *= 4
     return rounded
 
