@@ -136,8 +136,12 @@ class RunDir:
         self._checked: tuple[Mapping[str, Any], str] | None = None  # with its YAML
         self._config = ""  # the content of config.yaml, once it is written
         self._is_first_process = jax.process_index() == 0
+        # A name of this run alone: a file that a killed run left would look shared to
+        # all.
         probe = path / shared_name(".shared")
         where = f"to run_dir={path}"
+        # The other processes would fail later with another exit code, which a cluster
+        # takes for a crash.
         with raise_together():
             if self._is_first_process:
                 self._claim()
@@ -161,11 +165,15 @@ class RunDir:
         self._made = not path.exists()
         with explain_unwritable(f"to run_dir={path}", OTHER_RUN_DIR):
             path.mkdir(parents=True, exist_ok=True)
+            # Before the first file is written: a link could lead the run into another
+            # directory.
             check_no_links(path)
             self._check_is_run_or_free()
             self._stat = path.stat()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         try:
+            # The kernel releases it when the process ends, also by `kill -9`. It is on
+            # a file since NFS locks directories on one machine only.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._still_owns_lock():
                 raise BlockingIOError  # the previous holder has removed it meanwhile
@@ -184,6 +192,7 @@ class RunDir:
                 " trains there"
             )
         last_holder = self._holder()
+        # Its content is replaced below, and it may be a file of another program.
         if last_holder and not last_holder.startswith(HOLDER):
             self.release()
             raise UserError(
@@ -203,6 +212,7 @@ class RunDir:
 
     def _holder(self) -> str:
         """Return the last process that wrote its name into `.lock`; empty: none."""
+        # Bounded, because anybody may have written the file.
         return os.pread(self._lock, 200, 0).decode(errors="replace").strip()
 
     def release(self) -> None:
@@ -240,6 +250,7 @@ class RunDir:
         """
         if self._lock < 0:
             return
+        # First, because a directory that was moved has no lock at its old path either.
         if not self._is_same_directory():
             raise RunDirLost(
                 f"run_dir={self.path} was moved, removed or replaced during the run; to"
@@ -293,6 +304,7 @@ class RunDir:
 
     def _readable_text(self, config: Mapping[str, Any]) -> str:
         """Return the YAML of a configuration, which can be read again."""
+        # `write_config` checks again, and a long list takes long to parse.
         if self._checked is None or self._checked[0] != config:
             text = as_yaml(config)
             try:
@@ -356,6 +368,8 @@ class RunDir:
                 raise UserError(
                     f"{path} is damaged ({error}); choose another run_dir"
                 ) from error
+            # As a reader: nothing is moved before the start knows that it may go on
+            # here.
             with Checkpointer.reading(checkpoints) as checkpointer:
                 config: dict[str, Any] = checkpointer.manifest().meta["config"]
             logger.warning(
@@ -393,12 +407,14 @@ class RunDir:
         others = []
         for path in (self.path / name for name in RESULT_FILES):
             result_step = read_json_or_empty(path).get("step")
+            # The file may have been edited, or be of an earlier version.
             is_later = isinstance(result_step, int) and result_step > step
             if path.exists() and (is_later or step == 0):
                 others.append(path)
         if step == 0 or (not draws_pictures and self._has_numerics_after(step)):
             others += sorted((self.path / "numerics").glob("*.png"))
         for path in others:
+            # Renamed, not removed: they may be all that is left of that attempt.
             path.replace(f"{path}.old")
         if others:
             logger.warning(
@@ -422,10 +438,13 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         has_started = (self.path / "config.yaml").exists()
+        # Without the lock, the directory may be another run's.
         if self._is_first_process and self._still_owns_lock() and not has_started:
             checkpoints = self.path / "checkpoints"
             if checkpoints.is_dir() and not any(checkpoints.iterdir()):
                 checkpoints.rmdir()
+            # Removed while it is held: a process that has just opened it finds by
+            # `_still_owns_lock` that it is gone.
             (self.path / ".lock").unlink()
             if self._made and not any(self.path.iterdir()):
                 self.path.rmdir()
@@ -465,6 +484,7 @@ def check_trained_with(
 
 def as_yaml(config: Mapping[str, Any]) -> str:
     """Return the text of a config.yaml."""
+    # In the order of the schema, in which people look for a key.
     return yaml.safe_dump(dict(config), sort_keys=False)
 
 
@@ -472,6 +492,7 @@ def has_checkpoints(run_dir: Path) -> bool:
     """Return whether a directory has a checkpoint that a trainer wrote, intact or
     not.
     """
+    # A numbered folder alone may be anybody's, and would be moved to `damaged/`.
     manifests = (run_dir / "checkpoints").glob("*/manifest/metadata")
     return any(file.parts[-3].isdecimal() for file in manifests)
 
@@ -480,6 +501,7 @@ def config_differences(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return `key=new (was old)` by key, for each dotted key that differs."""
+    # With defaults on both sides: a key that is newer than the run does not differ.
     old_values = dict(flatten(completed(Config, old)))
     new_values = dict(flatten(completed(Config, new)))
     changes = {}
@@ -503,6 +525,7 @@ def normalized(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [normalized(key, item) for item in value]
     if isinstance(value, str):
+        # "/" stays.
         return value.rstrip("/") or value
     return value
 
@@ -510,8 +533,11 @@ def normalized(key: str, value: Any) -> Any:
 def is_in_use(run_dir: Path) -> bool:
     """Return whether a process is training in a run directory."""
     try:
+        # Opening a pipe would wait for a writer.
         check_regular(run_dir / ".lock")
         with (run_dir / ".lock").open("rb") as file:
+            # Shared, so that two commands that ask at once do not take each other for a
+            # trainer.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -24,6 +24,7 @@ from trainer.files import own_copy, saved_steps
 HUNG_EXIT_CODE = 4
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOTHING_TRAINED = "interrupted before the first step; nothing was trained"
+# A signal is answered at once: `select` wakes for it.
 POLL = 0.25  # seconds between two checks of the timeouts
 
 
@@ -49,6 +50,7 @@ class EarlyInterrupt:
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if not self.imported:
             _write_error(NOTHING_TRAINED)
+            # `sys.exit` is an exception, too.
             os._exit(128 + number)
         self.received = True
         raise KeyboardInterrupt
@@ -106,12 +108,14 @@ class Guard:
         *,
         owns_process: bool = True,
     ) -> None:
+        # A notebook must survive a cell that hangs, so nothing ends its process.
         self.timeouts = timeouts if owns_process else Timeouts(0, timeouts.stall, 0)
         self.owns_process = owns_process
         self.signal = 0
         self._run_dir = run_dir
         self._report, self._announce = report, announce
         self._done = threading.Event()
+        # Monotonic: a change of the system clock is no hang.
         self._last, self._doing = time.monotonic(), "starting"
         self._stop_deadline: float | None = None  # once a signal is announced
         self._stalled = False
@@ -123,14 +127,17 @@ class Guard:
     def __enter__(self) -> Self:
         # Signals reach the thread as bytes, even if the main thread is in a call.
         self._read, self._write = os.pipe()
+        # Required by `set_wakeup_fd`.
         os.set_blocking(self._write, False)
         self._handlers: dict[signal.Signals, Any] = {}
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._handlers = {
                 number: signal.signal(number, self._caught) for number in SIGNALS
             }
             if EARLY_INTERRUPT.take():
+                # Through handler and pipe, as if it came now.
                 signal.raise_signal(signal.SIGINT)
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
@@ -141,8 +148,11 @@ class Guard:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self._handlers:
+            # Before the pipe is closed: a signal must not be written to a closed
+            # descriptor.
             signal.set_wakeup_fd(self._wakeup)
         self._done.set()
+        # The thread may still wait for the pipe.
         self._thread.join()
         os.close(self._read)
         os.close(self._write)
@@ -150,11 +160,13 @@ class Guard:
     def _caught(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
         if number == signal.SIGINT and not self.owns_process:
+            # The next one raises KeyboardInterrupt, as a notebook's user expects.
             signal.signal(number, signal.default_int_handler)
 
     def _watch(self) -> None:
         while not self._done.is_set():
             if select.select([self._read], [], [], POLL)[0]:
+                # Each byte is the number of a signal, of any that the process handles.
                 for number in os.read(self._read, 64):
                     self._receive(number)
             self._check_timeouts()
@@ -197,6 +209,7 @@ class Guard:
         if timeouts.hang and idle > timeouts.hang:
             self._end(HUNG_EXIT_CODE, progress)
         is_stalled = 0 < timeouts.stall < idle
+        # Told once for each stall, not four times a second.
         if is_stalled and not self._stalled:
             _tell(self._report, f"stalled: {progress}")
         self._stalled = is_stalled
@@ -220,6 +233,7 @@ class Guard:
             f"{why}; ended; checkpoints: {self._checkpoints()}; re-run the same"
             " command to resume"
         )
+        # Standard error first: the run directory may be on the file system that hangs.
         _write_error(text)
         with (
             contextlib.suppress(OSError),
@@ -229,6 +243,7 @@ class Guard:
         ):
             file.write(text + "\n")
             file.flush()
+            # It shows the call in which the main thread hangs.
             faulthandler.dump_traceback(file)
         # The report may hang on the same file system: it gets two seconds.
         report_thread = threading.Thread(

@@ -54,6 +54,7 @@ def check_start(
       UserError: `source` is `none`, but there are checkpoints; or there is no such run,
         checkpoint or weights.
     """
+    # By the names of folders: opening the checkpoints reads the metadata of all.
     own_steps = saved_steps(run_dir)
     if own_steps and source == "none":
         raise UserError(
@@ -64,6 +65,7 @@ def check_start(
         return
     check_undamaged(run_dir)
     if source in ("auto", "none"):
+        # Ignored, `resume.step` would look as if the run went back.
         if step is not None:
             raise UserError(
                 f"resume.step={step} is a step of another run's checkpoints; add"
@@ -129,8 +131,10 @@ def runs_below(directory: Path) -> str:
     """Return advice about a directory that is no run; it names the runs in it."""
     runs = sorted(
         (path.parent for path in directory.glob("*/checkpoints")),
+        # Jobs of a sweep are numbered: 10 comes behind 9.
         key=lambda path: (len(path.name), path.name),
     )
+    # Settings without a checkpoint may be a stranger's, and name any data to train on.
     if (directory / "config.yaml").is_file():
         return (
             "nothing was trained, and its saved settings are not trusted; re-run the"
@@ -201,6 +205,7 @@ def starting_point(
         checkpoint = restore_other(resume, phases)
         where = f"checkpoint {checkpoint.step} of resume={resume.source}"
         advice = "choose an earlier one: resume.step=STEP"
+    # Steps from such a state would all be skipped, and the run end as diverged.
     check_state_finite(checkpoint, where, advice)
     return checkpoint
 
@@ -214,6 +219,7 @@ def check_fork(resume: Resume, run_dir: Path, forked: Mapping[str, Any] | None) 
       forked: the run and the step from which it was forked; None: it is no fork.
     """
     source, step = resume.source, resume.step
+    # Paths may be relative, or lead through links.
     is_same_run = os.path.realpath(source) == os.path.realpath(run_dir)
     if source in ("auto", "none") or is_same_run:
         return
@@ -256,6 +262,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
         file = Path(source) / "config.yaml"
         if file.is_file():
             check_trained_with(Path(source), meta["config"], read_saved(file))
+        # The form of the saved state is that of the phase of its last step.
         task = phases.containing(step).task
         check_same_model(f"resume={source}", meta["model"], task.model.spec)
         optimizer = saved_config(meta).optimizer.name
@@ -275,8 +282,10 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
                 task.model.policy,
                 "set resume.convert=true, which converts the state",
             )
+        # The step by number: a run at work may save a newer one meanwhile.
         checkpoint = restore_state(checkpointer, task, step)
     state = checkpoint.state
+    # Converted here: what follows takes the state for one of this run's precision.
     if policy != task.model.policy:
         state = convert_state(task, state, policy, phases.first.workload.seed)
     meta = Metadata({k: v for k, v in checkpoint.meta.items() if k not in OWN_META})
@@ -339,6 +348,7 @@ def restore_state(
     target = saved._replace(diloco=task.diloco)
     convert = target.with_replicas if saved.diloco is None else target.convert_replicas
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(target))
+    # Shardings are given, or the compiler would choose where the replicas lie.
     state = jax.jit(convert, out_shardings=shardings)(checkpoint.state)
     return checkpoint._replace(state=state)
 
@@ -378,6 +388,7 @@ def has_same_form(saved: DiLoCoSettings | None, diloco: DiLoCoSettings | None) -
     """Return whether states of both settings have the same arrays."""
     if saved is None or diloco is None:
         return saved is diloco
+    # Without momentum there is no array for it; its size changes none.
     return (saved.num_replicas, saved.feedback, saved.momentum > 0) == (
         diloco.num_replicas,
         diloco.feedback,

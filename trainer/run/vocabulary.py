@@ -84,6 +84,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
 def with_special(tokenizer: Tokenizer) -> dict[bytes, int]:
     """Return the ids of all tokens, special ones among them."""
     special = {token.encode(): i for token, i in tokenizer.special_tokens.items()}
+    # An ordinary token of the same bytes goes before: encoding a text gives its id.
     return special | tokenizer.tokens
 
 
@@ -144,18 +145,21 @@ def weights_for_tokenizer(
     tokenizer = data.tokenizer
     old_vocabulary = vocabulary_of(source)
     if method == "random":
+        # No row is taken over, so tokenizers without a token in common are fine.
         shared = SharedTokens.none()
     else:
         shared = shared_with(old_vocabulary, tokenizer, source)
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)
+    # With tokenizer=None vocabularies of another size are not refused.
     saved_params, _ = saved_weights(source, spec, like, tokenizer=None)
 
     def place(has_rows: bool, saved: Any, fresh: jax.Array) -> jax.Array:
         if not has_rows:
             return place_cropped(saved, fresh)
         # Padding, and rows above the tokenizer's ids, stay fresh.
+        # On the host, where a table that is split over devices is whole.
         rows = np.array(jax.device_get(fresh), np.float32)
         old_rows = np.asarray(jax.device_get(saved), np.float32)[: old_vocabulary.size]
         n = tokenizer.vocab_size

@@ -95,20 +95,25 @@ class Watchdog(WatchdogState):
     def __init__(
         self, bounds: Bounds, leaves: list[str], state: Mapping[str, Any] | None = None
     ) -> None:
+        # The bounds are not part of the state: a resumed run may change them.
         super().__init__(**(state or {}))
         self.bounds = bounds
         self.leaves = leaves
         self.rollback_reason: str | None = None
+        # A resumed run may have a shorter window.
         self.losses = tuple(self.losses)[-bounds.spike_window :]
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Take a step's metrics (`loss`, `grad_norm`, `finite`, `bad_leaf`); return an
         event to log, or None.
         """
+        # A run that failed at its end may be resumed with more steps.
         self.failure = None
         if not metrics["finite"]:
             return self._skip(step, metrics)
         self.in_a_row = 0
+        # The spike itself never enters the window: it would raise the mean that judges
+        # the next.
         score = self._score(metrics["loss"])
         if score > self.bounds.spike_zscore > 0:
             return self._spike(step, metrics["loss"], score)
@@ -127,6 +132,8 @@ class Watchdog(WatchdogState):
             where = f"first bad gradient: {self.leaves[leaf]}"
         values = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}"
         details = f"{values}, {where}"
+        # A skipped step changes nothing: a few are bad batches, many in a row a bad
+        # state.
         if self.in_a_row >= self.bounds.max_skips:
             self.rollback_reason = (
                 f"{self.in_a_row} steps in a row were not finite ({details})"
@@ -160,6 +167,7 @@ class Watchdog(WatchdogState):
         is full.
         """
         losses = self.losses
+        # The loss falls fast at first, and a few losses say little about its deviation.
         if len(losses) < self.bounds.spike_window:
             return 0.0
         mean = math.fsum(losses) / len(losses)
@@ -187,8 +195,11 @@ class Watchdog(WatchdogState):
             self.failure = (
                 f"the last {self.in_a_row} steps were not finite and were skipped"
             )
+        # A run of fewer steps than `loss_scale_skips` ends within that bound.
         elif self.skipped >= step:
             self.failure = "no step was finite, so all were skipped"
+        # Nothing was trained after it, so the last weights are those of an earlier
+        # step.
         elif self.rolled_back_at == step:
             self.failure = "the run was rolled back after its last step"
         elif nonfinite:
@@ -211,6 +222,8 @@ class Watchdog(WatchdogState):
         """Record that the state was rolled back after this step."""
         self.rollbacks += 1
         self.rolled_back_at = step
+        # `losses` stay: they are of good steps, and the next ones are compared with
+        # them.
         self.rollback_reason, self.suspect_since = None, None
         self.in_a_row = self.spikes = 0
 
