@@ -166,6 +166,15 @@ def scaled_state(
                 accept, ScaledOptState(state.step + 1, inner_state), state
             )
         old, plans, treedef = flatten(state.inner_state, stored)
+        if any(
+            plan.how and not is_scaled_array(x)
+            for x, plan in zip(old, plans, strict=True)
+        ):
+            raise TypeError(
+                "scaled_state: its state has no scales, as inside of scalify, where"
+                " ScaledArrays are plain arrays; take the gradient inside,"
+                " scalify(jax.grad(loss)), and call update outside of scalify"
+            )
         first, new, _ = advance(updates, state.inner_state)
         old_scales = [
             x.scale if plan.how else None for x, plan in zip(old, plans, strict=True)
@@ -183,11 +192,15 @@ def scaled_state(
         # program. Small gradients stay outside the barrier: their casts fuse into their
         # readers.
         gradients, form = jax.tree.flatten(updates, is_leaf=is_scaled_array)
-        stacks = [is_scaled_array(x) and np.ndim(x.scale) > 0 for x in gradients]
+        stacks = {
+            i
+            for i, x in enumerate(gradients)
+            if is_scaled_array(x) and np.ndim(x.scale) > 0
+        }
         small = {
             i: x
             for i, x in enumerate(jax.tree.leaves(first))
-            if x.size < LARGE and not stacks[i]
+            if x.size < LARGE and i not in stacks
         }
         inputs = _with_separate_scales([*old, *gradients])
         inner_state = treedef.unflatten(inputs[: len(old)])
@@ -195,7 +208,7 @@ def scaled_state(
         large = {
             i: x
             for i, x in enumerate(gradients)
-            if np.size(x) >= LARGE and not stacks[i]
+            if np.size(x) >= LARGE and i not in stacks
         }
         (large, inner_state, small), known = recompute_barrier(
             (large, inner_state, small), scales.numbers

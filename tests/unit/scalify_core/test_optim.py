@@ -230,6 +230,8 @@ def test_a_tensor_of_zeros_or_nan_keeps_its_scale():
 
 WRAPPED = {
     "adamw": (lambda: optax.adamw(1e-2, b2=0.95), FP8),
+    # Its updates are twice as many as its gradients: of the fast and slow weights.
+    "lookahead": (lambda: optax.lookahead(optax.adam(1e-2), 1, 0.5), HALF),
     "masked": (
         lambda: optax.chain(
             optax.clip_by_global_norm(1.0),
@@ -245,6 +247,8 @@ def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
     make, stored = WRAPPED[name]
     plain, tx = make(), scaled_state(make(), **stored, seed=0)
     params = jax.tree.map(jnp.ones_like, gradients(0))
+    if name == "lookahead":
+        params = optax.LookaheadParams.init_synced(params)
     a, b = plain.init(params), tx.init(params)
     update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
     for i in range(3):
@@ -255,6 +259,14 @@ def test_wrapped_optimisers_make_the_updates_of_their_plain_twins(name):
         assert x.dtype == jnp.float32
         cosine = np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y))
         assert cosine > 0.97
+
+
+def test_an_update_inside_of_scalify_is_refused_with_where_it_belongs():
+    """There the state's ScaledArrays are plain arrays, without scales."""
+    tx = scaled_state(optax.adam(1e-2), **HALF, seed=0)
+    w = as_scaled_array(jnp.ones(8), dtype=jnp.float16)
+    with pytest.raises(TypeError, match=r"scaled_state.*outside of scalify"):
+        scalify(lambda w, state: tx.update(w, state, w))(w, tx.init(w))
 
 
 REFUSED = [
