@@ -93,6 +93,8 @@ class Evaluator:
             inner = dataclasses.replace(self, cache_key=object())
         if is_plain(eqn, operands):
             return registry.plain(eqn, *operands)
+        if any(eqn.params.get("donated_invars", ())):
+            eqn = _donating_arguments(eqn, jaxpr)
         if self.measures:
             return measuring.results(eqn, operands, jaxpr, evaluate=inner)
         rule = registry.rule_of(eqn)
@@ -138,6 +140,19 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     # Asked of each equation in each trace, so not by `isinstance` in a loop, which is
     # slower.
     return Value not in map(type, operands) and not registry.needs_rule(eqn, *operands)
+
+
+def _donating_arguments(eqn: Any, jaxpr: Any) -> Any:
+    """Return a call that donates arguments of the program alone.
+
+    A computed value may have the data of an argument, as `x * 2` has at another scale:
+    donated, it would delete the argument.
+    """
+    donated = tuple(
+        given and atom in jaxpr.invars
+        for given, atom in zip(eqn.params["donated_invars"], eqn.invars, strict=True)
+    )
+    return eqn.replace(params={**eqn.params, "donated_invars": donated})
 
 
 @per_jaxpr

@@ -459,6 +459,8 @@ def scalar_scale(v: Any) -> Any:
     """
     if not isinstance(v, Value) or v.dynamic is None or v.dynamic.ndim == 0:
         return v
+    if 0 in v.dynamic.shape:  # no rows: there is no largest scale
+        return v.with_scale(v.data, jnp.float32(MIN_SCALE))
     # The largest: at a smaller one some data would saturate.
     scale = jnp.max(v.scale)
     change = ratio(broadcast_scale(v.scale, v.data), scale)

@@ -131,3 +131,20 @@ def test_constants_that_begin_a_loop_have_any_scale():
     fun = lambda x: lax.scan(turn, (jnp.zeros(8), jnp.full(8, -jnp.inf)), x)
     (h, m), hs = jax.jit(scalify(fun))(SMALL)
     assert max(y.scale for y in (h, m, hs)) <= 2.0**-16
+
+
+def test_a_call_that_donates_a_computed_array_leaves_the_argument():
+    """`x * 2` has the data of `x`, at another scale."""
+    donating = jax.jit(jnp.matmul, donate_argnums=0)
+    x, w = ScaledArray(X.astype(HALF), 1.0), ScaledArray(W.astype(HALF), 1.0)
+    scalify(lambda x, w: donating(x * 2, w))(x, w)
+    assert not x.data.is_deleted()
+    scalify(donating)(x, w)  # this argument is the user's to donate
+    assert x.data.is_deleted()
+
+
+def test_an_empty_array_has_a_scale_for_each_of_its_rows():
+    x = ScaledArray(jnp.zeros((0, 8), HALF), jnp.ones(0))
+    assert_array_equal(
+        asarray(scalify(lambda x: x @ W + x.sum())(x)), jnp.zeros((0, 8))
+    )
