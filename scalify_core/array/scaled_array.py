@@ -71,11 +71,17 @@ class ScaledArray:
             scale: Python or NumPy number (static), or FP32 array (dynamic).
 
         Raises:
-            TypeError: `data` is an array of integers, booleans or complex numbers.
+            TypeError: `data` is an array of integers, booleans or complex numbers, or a
+                ScaledArray.
             ValueError: a static scale, or a NumPy one, is not a power of two in
                 [2^-126, 2^126]; a dynamic scale has another shape than those above, or
                 no float dtype.
         """
+        if isinstance(data, ScaledArray):
+            raise TypeError(
+                "ScaledArray: data is a ScaledArray, expected an array; write"
+                " x.rescale(scale) for another scale"
+            )
         # A tree of vmap's axes, `in_axes=ScaledArray(0, None)`, holds a number for the
         # data.
         if hasattr(data, "dtype") and not jnp.issubdtype(data.dtype, jnp.floating):

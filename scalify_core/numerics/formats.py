@@ -564,6 +564,8 @@ def saturating_cast(x: Any, dtype: Any, *, meant: bool = False) -> Any:
     dtype = np.dtype(dtype)
     if x.dtype == dtype:
         return x
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{dtype} is no float dtype; write asarray(x).astype({dtype})")
     # Nothing to saturate: a clamp would be one more operation in front of each
     # widening.
     if float(jnp.finfo(dtype).max) >= float(jnp.finfo(x.dtype).max):

@@ -62,6 +62,24 @@ def test_data_and_scales_of_other_dtypes_and_shapes_are_errors():
         as_scaled_array(X, HALF)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool"])
+def test_a_dtype_without_a_format_is_an_error_that_says_how_to_cast(dtype):
+    x = as_scaled_array(X)
+    for cast in (
+        x.astype,
+        x.unscale,
+        lambda dtype: asarray(x, dtype),
+        lambda dtype: as_scaled_array(X, dtype=dtype),
+    ):
+        with pytest.raises(TypeError, match=rf"{dtype}.*asarray\(x\)\.astype"):
+            cast(dtype)
+
+
+def test_the_data_of_a_scaled_array_is_no_scaled_array():
+    with pytest.raises(TypeError, match=r"rescale"):
+        ScaledArray(as_scaled_array(X), 2.0)
+
+
 def test_static_scale_is_structure_and_dynamic_scale_is_a_leaf():
     static, dynamic = ScaledArray(X, 2), ScaledArray(X, F32(2))
     assert len(jax.tree.leaves(static)) == 1
