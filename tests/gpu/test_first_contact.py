@@ -16,7 +16,7 @@ from precisions import PRESETS, bits, step_inputs, workload
 
 from scalify_core import fp8_dot_general
 from scalify_core.numerics.formats import FP16, counter_bits
-from scalify_core.ops.functional import attention, fp8_attention
+from scalify_core.ops.functional import attention
 from scalify_core.ops.functional.attention import Sees, _attention
 from trainer.compiled.fp8 import Gpu, check_step
 from trainer.compiled.hlo import Program
@@ -24,6 +24,7 @@ from trainer.config.composition import compose_config
 from trainer.data import Batch
 from trainer.models.gpt2.spec import GPT2Spec
 from trainer.parallel.mesh import place_batch
+from trainer.precision.fp8_attention import fp8_attention
 from trainer.step.xla_flags import KernelChoice, gpu_options
 from trainer.workload import compile_step, first_state
 

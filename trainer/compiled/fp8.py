@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scalify_core.ops import cudnn_fp8_attention
 from trainer.compiled.hlo import Program, fp8_share
 from trainer.compiled.operations import Gemm
 from trainer.errors import UserError
 from trainer.model import Model
 from trainer.models.flops import linear_sizes
+from trainer.precision import cudnn_fp8_attention
 from trainer.precision.arrays import skipped_matmuls
 from trainer.precision.policy import Policy
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from scalify_core.ops.functional.fp8_attention import RERUN
 from trainer.compiled.instructions import (
     NOT_KERNELS,
     Computation,
@@ -43,6 +42,7 @@ from trainer.compiled.operations import (
     fusion_writes,
     group_size,
 )
+from trainer.precision.fp8_attention import RERUN
 
 TINY = 1024  # bytes
 # the instructions of a fusion that only copies

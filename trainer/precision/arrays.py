@@ -23,6 +23,7 @@ from trainer.precision.dots import (
     wide_gradient_dot,
 )
 from trainer.precision.fields import DTYPES
+from trainer.precision.fp8_attention import fp8_attention
 from trainer.precision.policy import Policy
 
 # A step may be compiled before the weights exist. Static scales are constants of the
@@ -159,14 +160,14 @@ def attention_of(policy: Policy) -> Callable[..., jax.Array]:
         return functional.attention
     if policy.simulate:
         return simulated_fp8_attention
-    return functional.fp8_attention
+    return fp8_attention
 
 
 def simulated_fp8_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, **settings: Any
 ) -> jax.Array:
     """Return FP8 attention computed in FP32, on GPUs, too."""
-    return functional.fp8_attention(q, k, v, simulate=True, **settings)
+    return fp8_attention(q, k, v, simulate=True, **settings)
 
 
 def with_prepared_operands(dot: Dot, policy: Policy) -> Dot:

@@ -8,7 +8,6 @@ is rounded.
 import math
 from typing import Any
 
-import jax
 import numpy as np
 
 from scalify_core.interpreter import value as v
@@ -19,11 +18,9 @@ from scalify_core.interpreter.rules.composites import (
     as_value,
     kernel_operands,
     on_data,
-    on_gradient,
     on_values,
     scale_out_of_data,
     size_of,
-    value_of_size,
 )
 from scalify_core.interpreter.rules.matmul import saturated
 from scalify_core.interpreter.value import Value
@@ -46,13 +43,11 @@ def _attention_operands(*operands: Any) -> tuple[list[Value], tuple]:
     return [q, k, values.with_scale(unscaled.data, values.scale)], scales
 
 
-def _attention_growth(call: Any, q: Value, k: Value) -> float:
+def attention_growth(call: Any, sees: Sees, q: Value, k: Value) -> float:
     """Return the RMS of a row of probabilities, times sqrt(keys).
 
     After t keys of equal weight it is 1/sqrt(t), averaged over t; t ends at the window.
     """
-    # FP8 attention has no window.
-    sees = call.settings.get("sees") or Sees(call.settings["causal"], None)
     queries, keys = unbatched_shape(call, 0, q)[1], unbatched_shape(call, 1, k)[1]
     if not sees.causal:
         return keys**-0.5
@@ -62,7 +57,7 @@ def _attention_growth(call: Any, q: Value, k: Value) -> float:
     return math.sqrt(max(total, 1) / queries)
 
 
-def _shared_heads(call: Any, q: Value, k: Value) -> float:
+def shared_heads(call: Any, q: Value, k: Value) -> float:
     """Return the growth of the gradients of keys and values that heads share.
 
     The queries of several heads add to the gradients of one key and one value.
@@ -78,7 +73,7 @@ def _attention(call: Any, q: Any, k: Any, values: Any, segments: Any) -> Any:
     logit_scale = call.settings["logit_scale"] * q.scale * k.scale
     made = on_data(call, q, k, values, segments, logit_scale=logit_scale)
     out, log_norm = made[0], made[-1]
-    rms = values.expected_rms * _attention_growth(call, q, k)
+    rms = values.expected_rms * attention_growth(call, call.settings["sees"], q, k)
     # The backward reads the kernel's own output, at the scale of v.
     kernel_output = v.value(out, values.scale, values.expected_rms, q.dtype)
     y = v.settled(out, values.scale, rms, q.dtype, SQRT_2)
@@ -90,7 +85,8 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
     *qkv, segments, kernel_output, log_norm = residuals
     (q, k, values), (q_scale, k_scale, _) = _attention_operands(*qkv)
     gradient = as_value(gradient, q)
-    growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
+    growth = attention_growth(call, call.settings["sees"], q, k)
+    shared = shared_heads(call, q, k)
     # Gradients are multiplied by `lift`, and results divided by it. In a simulation
     # errors are the same without it at 1024 and 4096 tokens: it stays because golden
     # runs have other bits then (docs/lab.md).
@@ -129,46 +125,6 @@ def _attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
             out, sizes, (q, k, values), (k_scale, q_scale, 1.0), strict=True
         )
     ]
-
-
-# FP8 attention measures the scales of its operands and results, because no rule bounds
-# them: a key may add up 2^15 gradients (8192 tokens, four heads a group), or a
-# thousandth of one. So it takes logical values, and gives FP32.
-
-
-@forward_rule("fp8_attention")
-def _fp8_attention(call: Any, *operands: Any) -> Any:
-    q, k, values = (as_value(x, *operands) for x in operands)
-    # Its copies in E4M3 have scales of their own: the propagated ones tell sizes of
-    # results alone.
-    out, *residuals = call.bind(*map(v.unscaled, (q, k, values)))
-    size = size_of(values.size, _attention_growth(call, q, k))
-    y = value_of_size(out, size, values.dtype)
-    copies = zip(residuals, (q, k, values), strict=False)
-    return y, (*(_sized(x8, x.size) for x8, x in copies), *residuals[3:])
-
-
-def _sized(x8: Any, size: Any) -> Value:
-    """Return an E4M3 copy, which has a unit of its own, with the size of its source:
-    the backward pass derives the sizes of its results from it.
-    """
-    if sc.is_static(size):
-        return v.value(x8, 1.0, size, x8.dtype)
-    return v.value(x8, size, 1.0, x8.dtype)
-
-
-@composite_rule("fp8_attention.bwd", wide=True)
-def _fp8_attention_bwd(call: Any, residuals: Any, gradient: Any) -> Any:
-    (q, k, values, _), *_ = residuals
-    q, k, values, gradient = map(as_value, (q, k, values, gradient))
-    data = jax.tree.map(v.data_of, residuals, is_leaf=v.is_value)
-    growth, shared = _attention_growth(call, q, k), _shared_heads(call, q, k)
-    sizes = (
-        size_of(values.size, k.size, growth),
-        size_of(values.size, q.size, growth * shared),
-        growth * shared,
-    )
-    return on_gradient(call, [(size, gradient.dtype) for size in sizes], data, gradient)
 
 
 @forward_rule("rope", wide=True)

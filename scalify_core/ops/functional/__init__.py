@@ -5,7 +5,6 @@
 from scalify_core.ops.functional.activations import gelu, swiglu
 from scalify_core.ops.functional.attention import attention
 from scalify_core.ops.functional.embedding import embedding, materialized, rope
-from scalify_core.ops.functional.fp8_attention import fp8_attention
 from scalify_core.ops.functional.losses import cross_entropy, linear_cross_entropy
 from scalify_core.ops.functional.norms import layer_norm, rms_norm
 
@@ -13,7 +12,6 @@ __all__ = [
     "attention",
     "cross_entropy",
     "embedding",
-    "fp8_attention",
     "gelu",
     "layer_norm",
     "linear_cross_entropy",

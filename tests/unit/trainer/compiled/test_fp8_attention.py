@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from for_h200 import AS_TRAINED, program_for
 
-from scalify_core.ops import cudnn_fp8_attention
-from scalify_core.ops.functional import fp8_attention
 from trainer.compiled.fp8 import check_attention_device
 from trainer.compiled.hlo import fp8_share
 from trainer.config.composition import compose_config
@@ -20,6 +18,8 @@ from trainer.models import fp8_attention as models
 from trainer.plan.aot import make_target_mesh
 from trainer.plan.plan import Measured, StepPlan
 from trainer.plan.targets import get_target
+from trainer.precision import cudnn_fp8_attention
+from trainer.precision.fp8_attention import fp8_attention
 
 FP8_HEADS = [
     "model=llama_nano",

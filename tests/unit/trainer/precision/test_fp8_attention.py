@@ -1,8 +1,6 @@
 """FP8 attention as programs for other platforms than CUDA compute it: its error against
 FP32, its scales, and what it refuses."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +11,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 import scalify_core as sc
 from scalify_core.numerics.amax import measured
 from scalify_core.numerics.formats import E4M3
-from scalify_core.ops.functional import attention, fp8_attention
+from scalify_core.ops.functional import attention
+from trainer.precision import fp8_attention as module
+from trainer.precision.fp8_attention import fp8_attention
 
-# `functional.fp8_attention` is the function
-module = sys.modules[fp8_attention.__module__]
 U = E4M3.epsilon / 2  # relative error of a rounding
 settled = jax.jit(module.settled)
 backward_scales = jax.jit(module.backward_scales, static_argnums=2)

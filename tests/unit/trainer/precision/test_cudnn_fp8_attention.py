@@ -1,7 +1,6 @@
 """The call of cuDNN's FP8 backward pass, on a CPU: its operands are bound as XLA binds
 them, and cuDNN's graph is computed in FP32."""
 
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,11 +10,9 @@ import pytest
 from beside_plain import normal
 
 from scalify_core.numerics.formats import E4M3
-from scalify_core.ops import cudnn_fp8_attention as cudnn
-from scalify_core.ops.functional import fp8_attention
+from trainer.precision import cudnn_fp8_attention as cudnn
+from trainer.precision import fp8_attention as module
 
-# `functional.fp8_attention` is the function
-module = sys.modules[fp8_attention.__module__]
 # openxla/xla, cuda_dnn.cc: the numbers that follow the six tensors
 XLA_NUMBERS = (
     *("descale_q", "descale_k", "descale_v", "descale_s", "descale_o", "descale_dO"),

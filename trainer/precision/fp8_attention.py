@@ -36,6 +36,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from scalify_core.interpreter.registry import composite_rule, forward_rule
+from scalify_core.interpreter.rules.attention import attention_growth, shared_heads
+from scalify_core.interpreter.rules.composites import (
+    as_value,
+    on_gradient,
+    size_of,
+    value_of_size,
+)
+from scalify_core.interpreter.value import (
+    Value,
+    data_of,
+    is_value,
+    unscaled,
+    value,
+)
 from scalify_core.numerics.amax import measured
 from scalify_core.numerics.formats import (
     E4M3,
@@ -43,7 +58,7 @@ from scalify_core.numerics.formats import (
     pow2_inverse,
     saturating_cast,
 )
-from scalify_core.ops import cudnn_fp8_attention as cudnn
+from scalify_core.numerics.scales import is_static
 from scalify_core.ops.attention_blocks import (
     Sees,
     blocks_of_queries,
@@ -53,6 +68,7 @@ from scalify_core.ops.attention_blocks import (
     rows_dot,
 )
 from scalify_core.ops.composite import composite
+from trainer.precision import cudnn_fp8_attention as cudnn
 
 P_SCALE = 256.0
 # For a result's largest magnitude: at most what saturates nothing, and at least 9
@@ -95,7 +111,7 @@ def fp8_attention(
             other than 128 channels, or a training step whose T or S is no multiple of
             128.
         RuntimeError: a program for CUDA with another version of JAX than that of
-            `scalify_core.ops.cudnn_fp8_attention`.
+            `cudnn_fp8_attention`.
     """
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -429,3 +445,48 @@ def _largest_norm(x: jax.Array) -> jax.Array:
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)
     # E4M3 numbers are at most 448: no square overflows FP32.
     return jnp.sqrt(jnp.max(squares))
+
+
+# The rules of propagated scales. FP8 attention measures the scales of its operands and
+# results, because no rule bounds them: a key may add up 2^15 gradients (8192 tokens,
+# four heads a group), or a thousandth of one. So it takes logical values, and gives
+# FP32.
+
+
+@forward_rule("fp8_attention")
+def _forward_rule(call: Any, *operands: Any) -> Any:
+    q, k, values = (as_value(x, *operands) for x in operands)
+    # Its copies in E4M3 have scales of their own: the propagated ones tell sizes of
+    # results alone.
+    out, *residuals = call.bind(*map(unscaled, (q, k, values)))
+    size = size_of(values.size, _growth(call, q, k))
+    y = value_of_size(out, size, values.dtype)
+    copies = zip(residuals, (q, k, values), strict=False)
+    return y, (*(_sized(x8, x.size) for x8, x in copies), *residuals[3:])
+
+
+def _sized(x8: Any, size: Any) -> Value:
+    """Return an E4M3 copy, which has a unit of its own, with the size of its source:
+    the backward pass derives the sizes of its results from it.
+    """
+    if is_static(size):
+        return value(x8, 1.0, size, x8.dtype)
+    return value(x8, size, 1.0, x8.dtype)
+
+
+@composite_rule("fp8_attention.bwd", wide=True)
+def _backward_rule(call: Any, residuals: Any, gradient: Any) -> Any:
+    (q, k, values, _), *_ = residuals
+    q, k, values, gradient = map(as_value, (q, k, values, gradient))
+    data = jax.tree.map(data_of, residuals, is_leaf=is_value)
+    growth, shared = _growth(call, q, k), shared_heads(call, q, k)
+    sizes = (
+        size_of(values.size, k.size, growth),
+        size_of(values.size, q.size, growth * shared),
+        growth * shared,
+    )
+    return on_gradient(call, [(size, gradient.dtype) for size in sizes], data, gradient)
+
+
+def _growth(call: Any, q: Value, k: Value) -> float:
+    return attention_growth(call, Sees(call.settings["causal"], None), q, k)
