@@ -1,4 +1,4 @@
-"""Rules of attention, rotary positions, softmax, the losses and the embedding.
+"""Rules of attention, rotary positions, the losses and the embedding.
 
 Attention's kernel reads the narrow data; the scales of q and k are in that of the
 logits. A rotation changes no size: the scale stays, and the data is rotated before it
