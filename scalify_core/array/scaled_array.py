@@ -130,7 +130,7 @@ class ScaledArray:
         It is computed in FP32, infinite beyond it, then cast to `dtype`, saturating.
         The scale is not checked: in a compiled step a check is a kernel.
         """
-        return _unscale(self, np.dtype(dtype))
+        return _unscale(self, dtype)
 
     def astype(self, dtype: Any) -> ScaledArray:
         """Return the data cast, saturating, at the same scale."""
@@ -312,15 +312,15 @@ def as_scaled_array(tree: Any, scale: Any = None, dtype: Any = None) -> Any:
         if not isinstance(at, float):
             at = jnp.asarray(at, jnp.float32)
         to = np.dtype(x.dtype if dtype is None else dtype)
+        name = f"as_scaled_array{jax.tree_util.keystr(path)}"
         if to.itemsize > 4:
             raise TypeError(
-                f"as_scaled_array{jax.tree_util.keystr(path)}: {to} has no scaled form;"
+                f"{name}: {to} has no scaled form;"
                 " give dtype=jnp.float32, or leave it a plain array"
             )
         # FP32 in between: `_rescaled` rounds to the dtype of its argument, so FP16 data
         # as BF16 would be rounded twice.
         out = _rescaled(ScaledArray(as_float32(x), 1.0), at).astype(to)
-        name = f"as_scaled_array{jax.tree_util.keystr(path)}"
         precision_warnings.warn_of_losses(name, x, out.data, out.unscale)
         return out
 
@@ -343,7 +343,7 @@ def asarray(tree: Any, dtype: Any = jnp.float32) -> Any:
             a scalified function in FP32 or BF16.
     """
     return jax.tree.map(
-        lambda x: _unscale(x, np.dtype(dtype)) if is_scaled_array(x) else x,
+        lambda x: _unscale(x, dtype) if is_scaled_array(x) else x,
         with_valid_scales("asarray", tree),
         is_leaf=is_scaled_array,
     )
@@ -446,7 +446,8 @@ def _rescaled(x: ScaledArray, scale: Any) -> ScaledArray:
     return with_scale(saturating_cast(data, x.dtype), scale)
 
 
-def _unscale(x: ScaledArray, dtype: np.dtype) -> jax.Array:
+def _unscale(x: ScaledArray, dtype: Any) -> jax.Array:
+    dtype = np.dtype(dtype)
     if x.is_static:
         return _times_scale(not_differentiable(x.data), x.scale, dtype)
     return _unscale_dynamic(x.data, x.scale, dtype)

@@ -33,12 +33,6 @@ def leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_scaled_array)
 
 
-def arrays_of(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, numbers of Python as arrays."""
-    # Optax takes numbers of Python among parameters and gradients.
-    return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(tree)]
-
-
 def with_static_scales(tree: Any) -> Any:
     """Return a tree with dynamic scalar scales made static, constants of later
     programs.

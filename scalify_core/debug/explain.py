@@ -128,7 +128,7 @@ class _Frame(NamedTuple):
     path: tuple
 
 
-class Recorder(precision_warnings.Observer):
+class Recorder:
     """The observer of one evaluation.
 
     It keeps the tensors of plain FP32 beside those of the scaled program. What a JAX

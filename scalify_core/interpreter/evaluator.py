@@ -28,7 +28,6 @@ from scalify_core.interpreter.reference_trace import Program
 from scalify_core.interpreter.value import Value, exact, narrow, value
 from scalify_core.numerics.formats import materialize
 from scalify_core.numerics.jaxprs import per_jaxpr, scope_of, within
-from scalify_core.numerics.precision_warnings import Observer
 from scalify_core.numerics.scales import broadcast_scale
 
 
@@ -39,7 +38,7 @@ class Evaluator:
     Attributes:
         measures: whether scales are measured where values are stored; else rules
             propagate them.
-        observer: sees jaxprs and equations, for `explain`.
+        observer: sees jaxprs and equations, for `explain`: its `Recorder`.
         cache_key: tells evaluators with an observer apart, in caches of traces. A trace
             inside an equation has the equation's observations, and must not be reused
             for another.
@@ -49,7 +48,7 @@ class Evaluator:
     """
 
     measures: bool
-    observer: Observer | None = None
+    observer: Any = None
     cache_key: object = None
     stacks: tuple[Reading | None, ...] = ()
 

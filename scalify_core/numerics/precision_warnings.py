@@ -7,7 +7,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,15 +161,3 @@ def unreadable(where: str, names: Sequence[str]) -> None:
         " weights.apply_updates and optim.scaled_state(optimizer), take gradients"
         " inside, scalify(jax.grad(f)), and compute inside, or on asarray(tree)"
     )
-
-
-class Observer(Protocol):
-    """Sees what an evaluator evaluates."""
-
-    def jaxpr(
-        self, jaxpr: Any, args: Sequence[Any], run: Callable[[], list[Any]]
-    ) -> list[Any]:
-        """Return the results of a jaxpr, which `run` evaluates on `args`."""
-
-    def equation(self, eqn: Any, operands: Sequence[Any], run: Callable) -> list[Any]:
-        """Return the results of an equation: `run(operands)`."""

@@ -25,7 +25,6 @@ from scalify_core.array.scaled_array import (
     with_valid_scales,
 )
 from scalify_core.array.tree import (
-    arrays_of,
     leaves,
     map_arrays,
     structure_of,
@@ -180,7 +179,9 @@ def apply_with_compensation(
     # Scaled updates may come from arithmetic on leaves, as `optax.apply_updates` does,
     # which makes invalid scales.
     updates = with_valid_scales("weights.apply_updates, the update", updates)
-    old, changes = arrays_of(params), _beside(structure, updates, "updates")
+    # Optax takes numbers of Python among parameters.
+    old = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(params)]
+    changes = _beside(structure, updates, "updates")
     indices: Sequence[Any] = range(len(old))
     if leaf_indices is not None:
         indices = _beside(structure, leaf_indices, "leaf_indices")
