@@ -201,7 +201,7 @@ def pictures(every: int, format_name: Callable[[str, str], str]) -> Callback:
     """
 
     def run(context: StepContext) -> None:
-        # The other processes have no metrics.jsonl.
+        # Process 0 alone has trackers, and all share the run directory.
         if jax.process_index() > 0:
             return
         # Matplotlib takes half a second to import.

@@ -190,8 +190,8 @@ class Callback:
                 # No step would be taken with the new form of the state.
                 return not context.last and self.is_regular(context.step)
             case CallbackKind.SAVE:
-                # Only the newest checkpoints are kept: those of a spike would push out
-                # the ones that a rollback goes back to.
+                # Only the newest checkpoints and the best are kept: those of a spike
+                # would push out the ones that a rollback goes back to.
                 return context.last or (
                     not is_spiking and (stopping or self.is_regular(context.step))
                 )

@@ -320,7 +320,7 @@ class Checkpointer:
         self._manager.reload()
         intact = self.steps()
         free = shutil.disk_usage(self.directory).free / 2**30
-        # Errors of TensorStore have many lines, of which the first says enough.
+        # Messages of Orbax and TensorStore may have many lines.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         return UserError(
             f"could not save checkpoint {step} in {self.directory}: {reason}"

@@ -75,7 +75,6 @@ class PhasePlan(NamedTuple):
 
     def step_inputs(self, step: int) -> StepInputs:
         """Return the inputs of a step, counted from 1, as host scalars."""
-        # NumPy scalars of these types: the compiled step takes no others.
         return StepInputs(self.learning_rates[step - 1], np.int32(step - 1), self.seed)
 
 

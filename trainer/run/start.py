@@ -205,7 +205,7 @@ def starting_point(
         checkpoint = restore_other(resume, phases)
         where = f"checkpoint {checkpoint.step} of resume={resume.source}"
         advice = "choose an earlier one: resume.step=STEP"
-    # Steps from such a state would all be skipped, and the run end as diverged.
+    # Later states would be no better, and the run would end as diverged.
     check_state_finite(checkpoint, where, advice)
     return checkpoint
 
