@@ -100,7 +100,6 @@ def use_compilation_cache(directory: str | None) -> str | None:
     if MIN_COMPILE_TIME_VARIABLE not in os.environ:
         # The first state is made by many programs of 0.1 to 0.4 s.
         jax.config.update(MIN_COMPILE_TIME_VARIABLE.lower(), 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return None
 
 
