@@ -42,6 +42,7 @@ def architecture(spec: Spec) -> dict[str, Any]:
     """Return the settings that determine what the model computes: the family and
     `Spec.architecture`, as JSON values.
     """
+    # Families may have the same sizes and compute something else.
     return {"family": family_of(spec).name} | spec.architecture()
 
 
@@ -99,6 +100,8 @@ def check_same_precision(
     `alternative` is the end of the message: what to do instead of setting the old
     values.
     """
+    # Every field counts, also those that change no stored dtype: otherwise the state
+    # would go on with other roundings.
     old = dataclasses.asdict(saved)
     new = dataclasses.asdict(policy)
     different = [

@@ -121,11 +121,14 @@ def weights_of_run(
         sizes = {"context": saved["context"]}
         comparison = None
         if tokenizer is None:
+            # All rows of the old tokenizer are restored, since new ones are made from
+            # them.
             sizes["vocab_size"] = saved["vocab_size"]
         else:
             comparison = compare_run_tokenizer(source, meta, tokenizer)
         check_weights_fit(f"init_from={source}", saved, spec, comparison)
         like = with_row_counts(spec, like, sizes)
+        # By its number, so that weights and metadata are of one checkpoint.
         params = restore_weights(checkpointer, like, step)
     origin = f"{source} after its step {step:,}"
     line = describe_weights(origin, params, comparison, saved["context"], spec)
@@ -276,6 +279,8 @@ def tokenizer_of_run(run_dir: Path, meta: Mapping[str, Any]) -> Tokenizer:
     Raises UserError if it is not the one that the checkpoint's meta names.
     """
     tokenizer = load_saved(meta["tokenizer"], run_dir)
+    # With another tokenizer of as many ids the model would read other texts without an
+    # error.
     if tokenizer.fingerprint != meta["tokenizer_fingerprint"]:
         raise UserError(
             f"the tokenizer in {run_dir} is not that of its checkpoints: its files"
@@ -391,6 +396,7 @@ def context_difference(saved_context: int, spec: Spec) -> str:
     """
     if spec.context == saved_context:
         return ""
+    # All of these positions were trained.
     if spec.context < saved_context:
         return f"; model.context={spec.context} of the weights' {saved_context}"
     scaling = getattr(spec, "rope_scaling", None)

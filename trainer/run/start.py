@@ -56,11 +56,14 @@ def check_start(
     """
     # By the names of folders: opening the checkpoints reads the metadata of all.
     own_steps = saved_steps(run_dir)
+    # A new run among old checkpoints would be taken for a continuation of the old run.
     if own_steps and source == "none":
         raise UserError(
             f"run_dir={run_dir} holds checkpoints of steps {own_steps} and resume=none;"
             " choose another run_dir, or resume=auto to continue"
         )
+    # `resume` and `init_from` say where the run began. It goes on from its own
+    # checkpoint.
     if own_steps:
         return
     check_undamaged(run_dir)
@@ -114,6 +117,7 @@ def check_weights(init_from: Path) -> None:
             " Face directory, or a .safetensors file"
         )
     if (init_from / "checkpoints").is_dir():
+        # Somebody else may have made the run.
         check_no_links(init_from)
         if is_in_use(init_from):
             raise UserError(
@@ -294,6 +298,7 @@ def restore_other(resume: Resume, phases: Phases) -> Restored:
         "trainable": list(task.trainable),
         "forked": {"run": source, "step": checkpoint.step},
     }
+    # The step is that of the source: the fork reads the batches that come next.
     return Restored(checkpoint.step, state, meta)
 
 

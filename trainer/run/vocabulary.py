@@ -62,6 +62,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
         tokenizer = tokenizer_of_run(source, meta)
         size = meta["model"]["vocab_size"]
         return Vocabulary(with_special(tokenizer), tokenizer.eot, size)
+    # `source` may be a file, with its tokenizer beside it.
     directory = directory_of(source)
     tokens = token_ids_in(directory)
     if tokens is None:
@@ -74,6 +75,7 @@ def vocabulary_of(source: Path) -> Vocabulary:
     # A tokenizer may have added words for which the model has no rows.
     if isinstance(model_rows, int):
         tokens = {token: i for token, i in tokens.items() if i < model_rows}
+    # The size is the largest id plus one: ids may have gaps.
     return Vocabulary(
         tokens,
         end_of_text_id(directory, tokens),
@@ -113,6 +115,7 @@ def shared_with(old: Vocabulary, new: Tokenizer, source: Path) -> SharedTokens:
     shared = SharedTokens.match(with_special(new), old.tokens, new.eot, old.end)
     # `SharedTokens.match` always pairs the two ends, if the old one is known.
     end_pairs = 0 if old.end is None else 1
+    # Every other row would be made of the row of one token.
     if len(shared.new) <= end_pairs:
         raise UserError(
             f"init_from={source} and data.tokenizer={new.name} have no token in"
@@ -149,6 +152,7 @@ def weights_for_tokenizer(
         shared = SharedTokens.none()
     else:
         shared = shared_with(old_vocabulary, tokenizer, source)
+    # The other methods need no text, which batches of a program do not have.
     mixture = None
     if method == "focus":
         mixture = RowMixture.from_vectors(vectors_of(data), shared)

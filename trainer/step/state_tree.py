@@ -32,6 +32,7 @@ def subtree_like(tree: Any, like: Any) -> Any:
     """Return the part of `tree`, nested dictionaries, whose keys are in `like`."""
     if not isinstance(like, dict):
         return tree
+    # Dictionaries alone: a ScaledArray is one leaf here.
     return {key: subtree_like(x, like[key]) for key, x in tree.items() if key in like}
 
 
@@ -79,6 +80,7 @@ def mismatch(wanted: Description, saved: Description, *, partial: bool) -> str |
     def dtype_and_shape(leaf: Mapping[str, Any]) -> str:
         return f"{leaf['dtype']}{leaf['shape']}"
 
+    # What is missing first: a renamed leaf would otherwise be reported as one too many.
     for name, leaf in wanted.items():
         expected = dtype_and_shape(leaf)
         if name not in saved:
