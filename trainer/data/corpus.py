@@ -552,6 +552,7 @@ def read_dataset(
     if source.max_documents is not None:
         dataset = dataset.take(source.max_documents)
     if position is not None:
+        # Last, because `take` returns a data set that begins at its start.
         dataset.load_state_dict(position)
     for table in dataset.iter(batch_size=DOCUMENTS_PER_READ):
         column = table.column(source.column)

@@ -233,6 +233,8 @@ def custom_loaders(
             " batch(step)"
         )
     shape = (batch_size, context + 1)
+    # All before the first step: a wrong batch would otherwise end the run at a
+    # validation, hours later.
     validation = [
         check_ids(v, f"validation[{i}]", shape, batches.vocab_size)
         for i, v in enumerate(batches.validation)
@@ -265,6 +267,8 @@ def custom_loaders(
         skipped=0,
         splits={
             "train": Split(1, steps * batch_size * context, 0, ()),
+            # Runs are only ranked together if the checksum of their validation tokens
+            # is equal.
             "val": Split(1, count, size, (Shard("", count, crc),)),
         },
     )

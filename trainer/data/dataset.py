@@ -25,7 +25,10 @@ def open_splits(
       settings: those of `ShardLoader`, for both.
     """
     train = ShardLoader(directory, "train", shuffle=True, **settings)
+    # In order, so that the first batches are the same for every seed.
     val = ShardLoader(directory, "val", shuffle=False, **settings)
+    # A window that a batch repeats would weigh more in the loss, by another share for
+    # each batch size.
     val.batch_size = validation_rows(
         val.windows,
         val.batch_size,
@@ -50,6 +53,7 @@ class Dataset(NamedTuple):
     val: Loader
     tokenizer: Tokenizer
     directory: Path
+    # Read-only, since all instances share a default.
     sources: Mapping[str, Loader] = types.MappingProxyType({})
 
     @classmethod

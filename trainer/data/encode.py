@@ -107,6 +107,8 @@ class Encoder:
           chars: characters of the source before the first of these batches.
           budget: stop after the document that reaches this many tokens.
         """
+        # A preparation that was interrupted behind its last document has nothing to
+        # read.
         if budget is not None and budget <= 0:
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="encode")
@@ -186,6 +188,8 @@ class Encoder:
         size = 0
         for text in texts:
             first_text, *other_texts = self.tokenizer.cut_up(text, UNIT_CHARS)
+            # `cut_up` cuts where no text around a piece changes its ids, so only the
+            # ends of the whole text need any.
             pieces = [Piece(first_text, preceding), *map(Piece, other_texts)]
             pieces[-1] = pieces[-1]._replace(following=following, is_last=True)
             for piece in pieces:

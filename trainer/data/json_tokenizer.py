@@ -102,6 +102,7 @@ class JSONTokenizer:
                 # characters.
                 raise self._no_token("characters outside of its vocabulary")
         self.line_safe = is_line_safe(tree, library)
+        # Files that differ in the order of their keys alone are one tokenizer.
         content = json.dumps(tree, sort_keys=True)
         self.fingerprint = hashlib.blake2b(
             f"{end}\n{content}".encode(), digest_size=16
@@ -143,6 +144,8 @@ class JSONTokenizer:
             except NoToken:
                 raise
             except Exception as error:  # the library raises this class only
+                # With an unknown token no text lacks a token, so the error has another
+                # cause.
                 if self.unknown is not None:
                     raise
                 raise self._no_token(
@@ -405,6 +408,7 @@ def ids_of(tree: dict[str, Any]) -> TokenIds | None:
         for token, i in tokens.items()
         if token not in byte_tokens
     }
+    # Last: the spelling of a byte gives way to a token that is that byte.
     for token, i in byte_tokens.items():
         raw = bytes.fromhex(token[3:5])
         ids[token.encode() if raw in ids else raw] = i

@@ -55,6 +55,7 @@ class Loader(Protocol):
     tokens: int
     document_mask: bool
 
+    # Validations cache the bytes per token of each loader.
     def __hash__(self) -> int:
         """Return the hash of the object."""
 
@@ -170,6 +171,7 @@ class ShardLoader:
 
     def _read(self, start: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with consecutive tokens, which may lie in several shards."""
+        # "right": a window that begins where a shard does is in that shard.
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         filled = 0
         while filled < len(out):
@@ -206,6 +208,7 @@ def validation_rows(windows: int, batch_size: int, row_multiple: int, name: str)
     Raises:
       UserError: there are fewer windows than parts.
     """
+    # Micro-batches and devices take equal numbers of rows.
     rows = min(batch_size, windows // row_multiple * row_multiple)
     if not rows:
         raise UserError(
@@ -255,4 +258,5 @@ def prefetch(
             yield item
     finally:
         closed.set()
+        # No thread reads the shards of a loader whose iterator is closed.
         thread.join()

@@ -150,6 +150,8 @@ class StageBlocks:
         `samples`, a number of whole blocks.
         """
         column = np.asarray(samples, np.float64)[..., None]
+        # Sums of shares are rounded, and not each share: so counts add up to the
+        # samples.
         return np.floor(column * self._cumulative_shares + 0.5).astype(np.int64)
 
     def samples_per_source(self, samples: int) -> Ints:
@@ -173,6 +175,8 @@ class StageBlocks:
         slot = np.empty_like(sample)
         for n in np.unique(size):
             rows = size == n
+            # The number of the block is the epoch of the permutation: each block has an
+            # order of its own.
             slot[rows] = permute(self._seed, block[rows], position[rows], int(n))
         # In a block, source k has the slots from slot_bounds[k] to slot_bounds[k + 1].
         at_start = self.cumulative_counts(start)  # [b, K + 1]
@@ -210,6 +214,8 @@ class StageSampler:
             (len(stages), len(stages[0].weights)), np.int64
         )
         for i, length in enumerate(lengths[:-1]):
+            # What the stage takes, and not its whole blocks: a stage goes on where the
+            # one before left a source.
             counts = np.diff(self._stages[i].cumulative_counts(length))
             self._earlier_samples[i + 1] = self._earlier_samples[i] + counts
 
@@ -467,6 +473,7 @@ class Mixture:
         Raises:
           UserError: too little text for a batch.
         """
+        # No source reads a window twice, which would weigh more in the loss.
         samples = samples_per_epoch(sources, stage)
         rows = validation_rows(
             samples, batch_size, row_multiple, "the validation of data=mix"
@@ -525,6 +532,7 @@ class Mixture:
 
         `share` is its part of all samples; `epochs` is the number of passes over it.
         """
+        # Before the first step all counts are 0.
         total = max(1, sum(counts))
         return {
             name: {

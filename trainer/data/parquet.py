@@ -139,6 +139,7 @@ def text_bytes(rows: "pyarrow.Array") -> int:
     import pyarrow
     import pyarrow.compute
 
+    # A few bytes may claim any number of nulls or empty texts.
     size = BYTES_PER_ROW * len(rows)
     if isinstance(rows, pyarrow.DictionaryArray):
         # A text that a million rows share takes no memory for each of them.

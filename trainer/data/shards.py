@@ -277,6 +277,8 @@ class Manifest:
                 f"the tokenizer files of {self.directory} were altered;"
                 f" {repair(self.directory)}"
             )
+        # Anybody can compute the digest of a manifest with another vocabulary size, and
+        # so let a model have too few rows.
         sizes, expected = (
             f"{made.vocab_size} ids and {made.eot} after each document"
             for made in (self, tokenizer)
@@ -319,6 +321,7 @@ class Manifest:
             for shard in self.shards
             if verified.get(shard.name) != stamps[shard.name]
         ]
+        # zlib and hashlib release the interpreter's lock for large blocks.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             # An error of a worker is only raised when its result is read.
             for _ in pool.map(self._check_content, unverified):
@@ -393,6 +396,7 @@ def stamp_of(path: Path) -> list[int] | None:
 
 def _check_field_types(record: Any) -> None:
     """Raise ValueError for a field of another type than its annotation."""
+    # A dataclass takes values of any type.
     for name, hint in typing.get_type_hints(type(record)).items():
         kind, value = typing.get_origin(hint) or hint, getattr(record, name)
         # JSON may spell 0.0 as 0. And bool is an int in Python.
@@ -409,6 +413,7 @@ def _check_source_fields(source: dict[str, Any]) -> None:
     for name, kind in SOURCE_TYPES.items():
         value = source.get(name, kind())
         texts = value if isinstance(value, list) else []
+        # Reports join and format these values.
         if not isinstance(value, kind) or not all(isinstance(x, str) for x in texts):
             raise ValueError(f"source.{name}={value!r}")
 

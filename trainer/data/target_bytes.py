@@ -47,6 +47,7 @@ def bytes_per_target(
     means = []
     for batch in batches:
         if not spells_bytes:
+            # Tokens have marks, such as ## and </w>, that stand for no text.
             size = sum(decoded_bytes(row, tokenizer) for row in batch.tokens)
             means.append(size / batch.tokens[:, 1:].size)
         else:

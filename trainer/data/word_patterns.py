@@ -19,6 +19,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
+# In tiktoken's own spelling, since patterns are compared as texts.
 GPT2 = r50k_pat_str
 GPT4 = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"

@@ -143,6 +143,7 @@ class Scorer:
         # The device computes one batch while the host reads the previous one.
         pending: list[tuple[tuple[int, ...], Any]] = []
         for rows, length, scored in make_batches(sizes, batch_size, self.context):
+            # Padding comes after a row's tokens, which attend to nothing behind them.
             tokens_BxT = np.zeros((batch_size, length), np.int32)
             first_B = np.zeros(batch_size, np.int32)
             targets_BxC = np.zeros((batch_size, scored), np.int32)
