@@ -38,6 +38,18 @@ BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CUNEIFORM = ("\U00012000", "\U00012001")
 
 
+def whole_characters(text: str) -> str:
+    """Return a text with U+FFFD for each half of a surrogate pair, which is no UTF-8.
+
+    Python has such a half for a byte of the command line that is not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 class NoToken(UserError):
     """The error of a text with a character or word that has no token."""
 
@@ -112,7 +124,9 @@ class JSONTokenizer:
         """See Tokenizer. Raises NoToken for text that the model would leave out."""
         # Up to twice as fast as `encode_batch`, which also tells where each token
         # begins.
-        encoding = self._encoding(text, self._library.encode_batch_fast)
+        encoding = self._encoding(
+            whole_characters(text), self._library.encode_batch_fast
+        )
         return encoding.ids
 
     def encode_array(

@@ -41,6 +41,7 @@ from trainer.data.json_tokenizer import (
     end_of_document,
     parse_tokenizer,
     read_tokenizer_json,
+    whole_characters,
 )
 from trainer.data.line_cuts import cut_at_lines
 from trainer.data.tokenizer_settings import NUL
@@ -140,7 +141,8 @@ class ByteTokenizer:
 
     def encode_array(self, text: str, preceding: str = "", following: str = "") -> Ids:
         """See Tokenizer."""
-        return np.frombuffer(text.replace("\0", REPLACEMENT).encode(), np.uint8)
+        text = whole_characters(text).replace("\0", REPLACEMENT)
+        return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -199,9 +201,7 @@ class BPETokenizer:
             # By default, tiktoken raises an error for the text of a special token.
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
-            # Half of a character, as a byte of a command line that is not UTF-8.
-            halves = text.encode("utf-16", "surrogatepass")
-            return self.encode_array(halves.decode("utf-16", "replace"))
+            return self.encode_array(whole_characters(text))
         except ValueError as error:
             if self.pattern not in KNOWN_PATTERNS:
                 raise UserError(

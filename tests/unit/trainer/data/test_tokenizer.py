@@ -7,7 +7,7 @@ import tiktoken
 from corpora import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tokenizers import BYTES, write_tiktoken
+from library_tokenizers import BYTES, llama2, write_tiktoken
 
 from trainer.assembly.data import build_data
 from trainer.config.composition import compose_config
@@ -356,6 +356,9 @@ def test_a_million_spaces_are_encoded(gpt2):
     assert ids.tolist()[-7:] == gpt2.encode("  end <|endoftext|>")[-7:]
 
 
-def test_half_of_a_character_is_encoded_as_unknown(gpt2):
-    for encode in (gpt2.encode, gpt2.encode_array):
-        assert list(encode("a\udcff b")) == gpt2.encode("a\ufffd b")
+def test_half_of_a_character_is_encoded_as_unknown(gpt2, tmp_path):
+    """A byte of a prompt that is not UTF-8."""
+    llama2().save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (gpt2, get_tokenizer("byte"), get_tokenizer(str(tmp_path))):
+        for encode in (tokenizer.encode, tokenizer.encode_array):
+            assert list(encode("a\udcff b")) == tokenizer.encode("a\ufffd b")
