@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.experimental import multihost_utils
 
 from trainer.data.bpe_files import added_ids
 from trainer.data.cooccurrence import MAX_TOKENS, token_vectors
@@ -163,9 +164,8 @@ def weights_for_tokenizer(
         if not has_rows:
             return place_cropped(saved, fresh)
         # Padding, and rows above the tokenizer's ids, stay fresh.
-        # On the host, where a table that is split over devices is whole.
-        rows = np.array(jax.device_get(fresh), np.float32)
-        old_rows = np.asarray(jax.device_get(saved), np.float32)[: old_vocabulary.size]
+        rows = whole_on_host(fresh)
+        old_rows = whole_on_host(saved)[: old_vocabulary.size]
         n = tokenizer.vocab_size
         rows[:n] = new_rows(method, old_rows, rows[:n], shared, mixture, seed)
         return jax.device_put(jnp.asarray(rows, fresh.dtype), fresh.sharding)
@@ -173,6 +173,14 @@ def weights_for_tokenizer(
     params = jax.tree.map(place, row_arrays_of(spec, "vocab_size"), saved_params, like)
     rows = describe_rows(method, len(shared.new), old_vocabulary, tokenizer)
     return params, f"weights from {source}, init.embeddings={method}: {rows}"
+
+
+def whole_on_host(array: Any) -> npt.NDArray[np.float32]:
+    """Return a copy of an array in FP32. All processes must call this."""
+    # `jax.device_get` refuses an array that FSDP has split over processes.
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.array(array, np.float32)
 
 
 def vectors_of(data: Dataset) -> npt.NDArray[np.float32]:

@@ -48,6 +48,15 @@ def test_a_run_goes_on_with_other_devices(both):
         )
 
 
+def test_embedding_rows_are_made_where_processes_share_the_weights(tmp_path):
+    """Each of them has a part of the old table and of the new one."""
+    args = ["train.steps=1", "checkpoint.every=1"]
+    here(tmp_path, "A", *args)
+    start = ["parallel=fsdp", "init_from=A", "init.embeddings=mean"]
+    outputs = [finish(p) for p in several(tmp_path, "B", *args, *start)]
+    assert "weights from A, init.embeddings=mean" in outputs[0]
+
+
 def test_a_signal_to_one_of_the_processes_stops_all_after_the_same_step(tmp_path):
     args = [
         "train.steps=100000",
