@@ -145,8 +145,7 @@ class Checkpointer:
             # first save.
             if not read_only:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                # A name for each process: one would remove the file of another before
-                # that looks.
+                # With one name, the second process would have no file to remove.
                 probe = self.directory / f".writable-{jax.process_index()}"
                 probe.touch()
                 probe.unlink()

@@ -166,9 +166,9 @@ def finish_step(
 def needs_metrics_now(loop: TrainLoop) -> bool:
     """Return whether this step's metrics are needed before the next step starts."""
     return (
+        loop.step == loop.plan.phase_end
         # While steps are suspect each is judged before the next is taken, so a rollback
         # follows the bad step at once.
-        loop.step == loop.plan.phase_end
         or loop.recovery.watchdog.suspect_since is not None
         or any(callback.is_regular(loop.step) for callback in loop.callbacks)
     )

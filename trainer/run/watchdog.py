@@ -45,7 +45,7 @@ class Bounds:
     loss_scale_skips: int = 0
 
 
-# The sum of squares of larger losses would overflow FP64.
+# The squares of losses from 1e154 on would overflow FP64.
 Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
 
 
