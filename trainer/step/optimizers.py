@@ -148,7 +148,7 @@ class Adafactor(Optimizer):
         import jax
         import optax
 
-        # `optax.adafactor` negates its updates, as no `scale_by_*` does.
+        # `optax.adafactor` negates its updates; `scale_by_adam` and the like do not.
         core = optax.chain(optax.adafactor(1.0), optax.scale(-1.0))
 
         # The factors of a stack [L, n, m] would be those of its two largest axes, and

@@ -73,7 +73,7 @@ def learning_rates(
     import optax
 
     warmup = round(warmup_fraction * steps)
-    # Optax refuses a decay of 0 steps, which a run that only warms up has.
+    # Optax's cosine refuses a decay of 0 steps, which a run that only warms up has.
     decay_steps = max(1, steps - warmup)
     min_rate = min_ratio * peak
     decayed_rate: Callable[[ArrayLike], ArrayLike]
