@@ -87,6 +87,7 @@ class TrainData(NamedTuple):
       place: `place(batch)` returns a host batch as sharded global arrays.
     """
 
+    # By position, without the state of an iterator: a resumed run needs the step alone.
     batches: Callable[[int], Iterator[tuple[int, Batch]]]
     place: Callable[[Batch], Tokens]
 

@@ -49,6 +49,8 @@ def continued_totals(
     if not meta:
         return computed_totals
     saved = from_tree(Totals, meta["totals"], "totals")
+    # Of `step` steps with the current settings, to be subtracted below: only the steps
+    # after the checkpoint were taken with them.
     at_checkpoint = computed_totals(step)
     saved_samples = saved.samples
     if len(saved_samples) != len(at_checkpoint.samples):  # there were other sources

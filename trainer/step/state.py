@@ -83,6 +83,8 @@ def first_nonfinite_array(state: TrainState) -> str | None:
     Returns None if all are finite. Waits for the state. If it is split over processes,
     all of them must call this.
     """
+    # `scaling` stays finite: the loss scale is clipped, and a bad step leaves the
+    # histories.
     fields = ("params", "opt_state", "diloco", "kahan_compensation")
     return first_nonfinite_leaf({name: getattr(state, name) for name in fields})
 
