@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import BLOCK, PARQUET, stamp_of
+from trainer.data.files import BLOCK, PARQUET, NoColumn, stamp_of
 from trainer.errors import UserError
 from trainer.files import (
     TEXT_BYTES,
@@ -144,15 +144,20 @@ def original_names(origins: Mapping[Path, Path]) -> Iterator[None]:
     Args:
       origins: the compressed file of each file in the cache.
     """
-    try:
-        yield
-    except UserError as error:
-        message = str(error)
+
+    def original(message: str) -> str:
         for cached, path in origins.items():
             message = message.replace(str(cached), str(path))
             message = message.replace(str(cached.parent), str(path.parent))
+        return message
+
+    try:
+        yield
+    except UserError as error:
         # The error keeps its class: callers add to a missing column's, or hide names.
-        error.args = (message,)
+        error.args = (original(str(error)),)
+        if isinstance(error, NoColumn):
+            error.without_names = original(error.without_names)
         raise
 
 

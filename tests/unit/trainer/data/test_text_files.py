@@ -16,7 +16,7 @@ from corpora import read as read_source
 
 from trainer.data import TextSource, compressed, corpus
 from trainer.data.corpus import open_corpus
-from trainer.data.files import BLOCK, expand
+from trainer.data.files import BLOCK, column_names_hidden, expand
 from trainer.data.preparation import prepare
 from trainer.errors import UserError
 
@@ -487,6 +487,15 @@ def test_a_compressed_bomb_is_refused(tmp_path, monkeypatch, suffix, codec):
     message = r"bytes decompress to more than 1,048,576; if this is"
     refused(tmp_path, message, tmp_path / f"a.txt.{suffix}")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_compressed_file_without_the_column_is_named_as_the_user_named_it(tmp_path):
+    write(tmp_path, {"a.jsonl.gz": packed("gzip", '{"secret": "a"}\n', parts=1)})
+    source = TextSource((str(tmp_path / "a.jsonl.gz"),))
+    no_column = pytest.raises(UserError, match="there is no column")
+    with no_column as error, column_names_hidden():
+        prepared(source, tmp_path / "cache")
+    assert str(error.value).startswith(f"{tmp_path}/a.jsonl.gz: ")
 
 
 @pytest.mark.parametrize("folder", ["a::b", "a[b]", "a b", "http:", "a,b=c", "{a,b}"])
