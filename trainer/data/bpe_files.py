@@ -30,11 +30,12 @@ from trainer.data.word_patterns import BY_HF_PATTERN, ENCODINGS, GPT2, RANKS
 from trainer.errors import UserError
 from trainer.files import has_file
 
-# A file of merges in order of priority, and one of ids: OpenAI's names and Hugging
-# Face's.
+# A file of merges in order of priority, and one of ids, whose order a model may choose:
+# OpenAI's names and Hugging Face's.
 MERGES_AND_IDS_FILES = (("vocab.bpe", "encoder.json"), ("merges.txt", "vocab.json"))
 
-# transformers' tokenizer classes that do not split words as GPT-2 does, by model type
+# Where tokenizer_config.json names no class, transformers infers it from the model
+# type. These classes do not split words as GPT-2 does.
 CLASS_OF_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Prefixes of transformers' classes that split words by GPT-2's pattern.
 WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
@@ -42,7 +43,7 @@ WITH_GPT2_PATTERN = ("GPT2", "Roberta", "Bart", "PreTrained")
 # With these keys a character has another token inside a word than at its end.
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
-# Bytes of a token; the longest of known encodings has some 512.
+# Bytes of a token. GPT-2's longest has 128.
 MAX_TOKEN_BYTES = 1024
 
 TokenIds = dict[bytes, int]
@@ -310,7 +311,8 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     with the square of the length.
     """
     size = len(token)
-    # ends[i] is the end of the part that starts at byte i; 0: no part starts there.
+    # Two arrays link the parts, so that a merge moves no others. ends[i] is the end of
+    # the part that starts at byte i; 0: no part starts there.
     ends = list(range(1, size + 1))
     # previous[i] is the start of the part before the one that starts at byte i.
     previous = list(range(-1, size - 1))
@@ -335,9 +337,9 @@ def last_parts(token: bytes, rank: int, ranks: TokenIds) -> list[bytes]:
     count = size
     while queue and count > 2:
         lowest, start = heapq.heappop(queue)
-        # Entries of the queue are not removed when one of their parts is merged.
+        # Entries stay in the queue when one of their two parts is merged.
         if pair_rank(start) != lowest:
-            continue  # one of the two was merged meanwhile
+            continue
         middle = ends[start]
         end = ends[middle]
         ends[start], ends[middle] = end, 0

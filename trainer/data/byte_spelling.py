@@ -8,7 +8,8 @@ SPELLING = {b: chr(b) for b in _PRINTABLE} | {
     b: chr(256 + i) for i, b in enumerate(_OTHERS)
 }  # GPT-2's ids are in this order.
 _BYTES = {char: byte for byte, char in SPELLING.items()}
-# The pre-tokenizer and the decoder of a tokenizer.json, without splitting into words.
+# The pre-tokenizer and the decoder of a tokenizer.json. Words are made by the Split in
+# front of it, if there is one.
 BYTE_LEVEL = {
     "type": "ByteLevel",
     # The library's own default is true: a space before each text.

@@ -52,7 +52,8 @@ def decompressed(path: Path, cache_dir: Path) -> Path:
     # The stem of `..gz` is a directory's name, and `.digest` is that of the record
     # below.
     name = path.stem.lstrip(".") or "text"
-    # Names with a dot are not read, so the cache may lie inside a directory of texts.
+    # Names that begin with a dot are not read, so the cache may lie inside a directory
+    # of texts.
     target = cache_dir / ".decompressed" / key / name
     record = target.with_name(".digest")
     # A cached file that lost its end, or was changed, would be another text, trained on

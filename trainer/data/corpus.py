@@ -50,7 +50,8 @@ from trainer.text import as_typed, note, override
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
-Position = Any  # JSON values that say where reading continues
+# Where reading continues: JSON values, since the journal of a preparation holds it.
+Position = Any
 
 DOCUMENTS_PER_READ = 256
 FILES_PER_READ = 16

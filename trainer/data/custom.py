@@ -243,8 +243,8 @@ def custom_loaders(
     user_tokenizer: Any = getattr(batches, "tokenizer", None)
     tokenizer: Tokenizer = user_tokenizer or NumberTokenizer(batches.vocab_size)
     digest = hashlib.blake2b(digest_size=16)
-    # One batch stands for all: `batch` has a result for every step, and each may be
-    # dear.
+    # One batch stands for all: `batch` has a result for every step, and each may take
+    # long to make.
     digest.update(first_batch.tobytes())
     crc = 0
     for array in validation:

@@ -79,7 +79,7 @@ class Dataset(NamedTuple):
         """
         tokens, eot = max(1, int(size / self.bytes_per_token)), self.manifest.eot
         return "\n\n".join(
-            # Decoding an end-of-text would print its name.
+            # Decoding an end-of-text would give its own text, such as <|endoftext|>.
             self.tokenizer.decode(document[document != eot].tolist())
             for document in self.val.documents(tokens)
         )

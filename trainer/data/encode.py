@@ -15,7 +15,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError
 
 UNIT_CHARS = 1 << 17  # characters that a thread encodes at a time
-BATCHES_AHEAD = 4  # batches in memory
+BATCHES_AHEAD = 4  # bounds the texts in memory where reading is faster than encoding
 
 Tokens = npt.NDArray[np.unsignedinteger]
 

@@ -26,7 +26,8 @@ from trainer.files import check_link_target, check_regular, path_of, write_atomi
 from trainer.text import note, without_braces
 
 Format = Literal["text", "jsonl", "parquet"]
-# Formats by suffix. For other suffixes see NOT_PLAIN, else a file is text.
+# By suffix, so that one directory may hold several formats. For other suffixes see
+# NOT_PLAIN, else a file is text.
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -44,14 +45,15 @@ NOT_PLAIN |= dict.fromkeys((".csv", ".tsv", ".arrow"), "a table")
 # Git LFS puts a pointer with this start in the place of a file that was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK = 1 << 22
-MAX_NAMED = 8  # files that one message lists
-# Advice for files whose text columns have different names.
+MAX_NAMED = 8  # files that one message lists; a directory may hold thousands
+# A source has one data.column, so files that name theirs differently are prepared
+# apart.
 OTHER_COLUMNS = (
     "; if files name their columns differently, run `scalify-trainer prepare-data"
     " data=text data.paths=[FILE] data.column=NAME` for each, then train with data=mix"
     " data.sources=[DIRECTORY,...] of the directories that it prints"
 )
-# Follows "leave it" in messages.
+# Follows "leave it" in messages. No pattern leaves files out, so it takes the rest.
 OUT_OF_PATHS = (
     " out of data.paths, by patterns: 'data.paths=[DIRECTORY/**/*.txt]' takes the .txt"
     " files below DIRECTORY"
@@ -63,7 +65,7 @@ MIN_REMEMBERED_BYTES = 64 << 20
 NUMBERED_FILE = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{16})?(\..*)?")
 ZEROS = "\0" * 4
 PARQUET = b"PAR1"  # the first bytes of a Parquet file
-# Compressed files by their first bytes.
+# By their first bytes, for messages: compressed files may have any name.
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -552,7 +554,7 @@ def with_column_advice[T](rows: Iterator[T], n_sources: int) -> Iterator[T]:
     try:
         yield from rows
     except NoColumn as error:
-        # The files of a mixture's source have added it already.
+        # The corpus of a mixture's source may have added it already.
         if n_sources > 1 and OTHER_COLUMNS not in str(error):
             error.args = (f"{error}{OTHER_COLUMNS}",)
         raise

@@ -34,7 +34,7 @@ from trainer.files import well_formed, write_atomically
 TOKENIZER_JSON = "tokenizer.json"
 SPACE = "\u2581"  # how SentencePiece writes a space
 BYTE_FALLBACK_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Letters that no vocabulary has; a tokenizer that drops both encodes them alike.
+# Letters that are rare in vocabularies; a tokenizer that drops both encodes them alike.
 CUNEIFORM = ("\U00012000", "\U00012001")
 
 
@@ -92,8 +92,8 @@ class JSONTokenizer:
         self.vocab_size = 1 + max(
             [*self.tokens.values(), *self.special_tokens.values()]
         )
-        # The tokens of all other tokenizers have marks, such as ## and </w>, that only
-        # the decoder removes.
+        # Tokens of other kinds may have marks, such as ## and </w>, that only the
+        # decoder removes.
         self.spells_bytes = is_byte_level(tree)
         self._known = frozenset(library.get_vocab().values())
         self.unknown = unknown_id(tree["model"])
@@ -157,7 +157,7 @@ class JSONTokenizer:
                 [encoding] = encode([text], add_special_tokens=False)
             except NoToken:
                 raise
-            except Exception as error:  # the library raises this class only
+            except Exception as error:  # the library has no class of its own
                 # With an unknown token no text lacks a token, so the error has another
                 # cause.
                 if self.unknown is not None:
@@ -242,7 +242,7 @@ def parse_tokenizer(path: Path, tree: dict[str, Any]) -> tokenizers.Tokenizer:
         # Its pieces may repeat a text, and byte-level ones move the starts of tokens.
         unprocessed = tree | {"post_processor": None}
         library = tokenizers.Tokenizer.from_str(json.dumps(unprocessed))
-    except Exception as error:  # the library raises this class only
+    except Exception as error:  # the library has no class of its own
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{path}: {reason}; valid: a {TOKENIZER_JSON} that Hugging Face's"

@@ -17,7 +17,9 @@ from trainer.files import bounded_json
 from trainer.text import note
 
 BOM = b"\xef\xbb\xbf"
-MAX_ROWS_WITHOUT_COLUMN = 1000  # counted from the start of a file
+# Rows may lack the column, but not the first thousand of a file: then data.column is
+# likely a wrong name.
+MAX_ROWS_WITHOUT_COLUMN = 1000
 # Values of a row beside its text; see `bounded_json`. A list of rows may have more.
 MAX_ROW_VALUES = 1 << 20
 # A row, a function that returns its line or row number in words, and the position after
@@ -78,7 +80,7 @@ def _values(path: Path, column: str, start: int) -> Iterator[tuple[str, int]]:
             rows = _rows_of_list(path, file, column, start)
         else:
             rows = _rows_of_lines(path, file, column, start)
-        keys: dict[str, None] = {}  # all keys of the rows that lack the column
+        keys: dict[str, None] = {}  # in order, for a message that lists valid names
         # A resumed file counts as one with the column: its first rows are not read
         # again.
         has_column, number = start > 0, 0

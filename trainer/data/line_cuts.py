@@ -49,7 +49,7 @@ def is_line_safe(tree: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> bool:
     pre_tokenizers = list(parts_of(tree.get("pre_tokenizer")))
     known_types = SPLIT_AT_LINES | LOCAL_PRE_TOKENIZERS
     has_local_parts = (
-        # An added word is matched across a cut. Words of newlines alone, such as
+        # An added word may be matched across a cut. Words of newlines alone, such as
         # Gemma's, end where a line starts.
         not any(map(NEWLINE_INSIDE.search, added_ids(tree)))
         and all(is_local(p, NORMALIZERS) for p in parts_of(tree.get("normalizer")))

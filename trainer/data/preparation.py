@@ -65,13 +65,13 @@ from trainer.files import (
 )
 from trainer.text import note, plural
 
-SHARD_BYTES = 64 << 20  # bytes of text
+SHARD_BYTES = 64 << 20  # of text; a process that is killed loses as much at most
 # Expected number of validation documents. With fewer the hash may choose none: of 5
 # expected it does so for 0.7% of texts (e^-5).
 MIN_EXPECTED_VAL = 5
 MAX_COUNTED = 1000  # Read no more documents than this to count them.
 COMMON_END = "<|endoftext|>"  # separates documents in many files
-# 50,000 names of a tokenizer took minutes for each megabyte.
+# To look for 50,000 names of a tokenizer took minutes for each megabyte.
 SEARCHED = 1 << 16  # characters that are searched for special tokens
 
 log = logging.getLogger("trainer")
@@ -324,8 +324,8 @@ def run(
         chunk.add(encoded)
         seconds = time.monotonic() - started
         progress(progress_of(job, chunk, resumed_tokens, seconds))
-        # Bytes of text and not tokens: the end of a chunk depends on the batches alone,
-        # wherever the preparation was interrupted.
+        # Counted from the last commit, where an interrupted preparation goes on: so its
+        # chunks end behind the same batches.
         if chunk.bytes >= shard_bytes:
             commit(job, chunk)
             chunk = Chunk()

@@ -45,7 +45,7 @@ MANIFEST = "manifest.json"
 # forge records inside it.
 VERIFIED = "~/.cache/scalify-trainer/verified"
 JOURNAL = "journal.jsonl"  # progress of an unfinished preparation
-# Types of the fields of Manifest.source; lists hold strings.
+# Reports read these fields of Manifest.source, whoever wrote them. Lists hold strings.
 SOURCE_TYPES = {
     "kind": str,
     "name": str,
@@ -64,7 +64,7 @@ REQUIRED_SOURCE_FIELDS = {
     "python": ("implementation", "version", "digest", "files", "bytes"),
 }
 # If all shards together have at most this many bytes, they are verified at every
-# opening, which takes a tenth of a second.
+# opening, which takes a quarter of a second of one core.
 ALWAYS_VERIFY = 256 << 20
 DIGEST_BYTES = 32  # of a shard: no two texts have the same
 

@@ -52,7 +52,7 @@ def bytes_per_target(
             means.append(size / batch.tokens[:, 1:].size)
         else:
             means.append(float(sizes[batch.tokens[:, 1:]].mean()))
-    # Bits per byte divide by it.
+    # Bits per byte divide by it: NaN is no figure, and 0 would be an error.
     return math.fsum(means) / len(means) or math.nan
 
 

@@ -59,7 +59,7 @@ TRIED = string.printable + (
 )
 UNUSED_CHARACTER = "\U0010fffd"
 COPY_AGAIN = "download or copy it again"
-REPLACEMENT = "\ufffd"  # Unicode's replacement character
+REPLACEMENT = "\ufffd"
 # Ids must be below MIN_ID_LIMIT, or below MAX_IDS_PER_TOKEN times the number of tokens
 # if that is more. Ids may have gaps, where a model's table is padded. But a file of a
 # few bytes with the id 10^9 would need an embedding table of that size.

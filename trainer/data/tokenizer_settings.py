@@ -19,7 +19,8 @@ MAX_BYTES = 1 << 28
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-MODEL_CONFIGS = ("generation_config.json", "config.json")  # the first has priority
+# The first has priority, as in transformers.
+MODEL_CONFIGS = ("generation_config.json", "config.json")
 # Keys of tokenizer_config.json. By each, transformers overwrites a field in a part of
 # tokenizer.json.
 REPLACED_SETTINGS = {

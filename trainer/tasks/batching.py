@@ -41,7 +41,7 @@ def make_batches(sizes: Sequence[Sized], batch: int, context: int) -> list[Padde
         groups.setdefault(round_scored(size.scored), []).append(row)
     batches = []
     for scored, rows in groups.items():
-        # So that rows of similar length share a batch, whose first row is the longest.
+        # Rows of similar length share a batch, whose first row is the longest.
         rows.sort(key=lambda row: -sizes[row].tokens)
         parts = [tuple(rows[i : i + batch]) for i in range(0, len(rows), batch)]
         rounded = [
