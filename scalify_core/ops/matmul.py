@@ -264,8 +264,9 @@ def _forward(
         out = dot_fp8(lhs8, rhs8, product.dims, product.dtypes[2], fast=True)
         return out, (lhs8, rhs8)
     (lhs8, lhs_scale), (rhs8, rhs_scale) = (measured(x, E4M3.dtype) for x in (lhs, rhs))
-    dot = functools.partial(dot_fp8, lhs8, rhs8, product.dims, fast=True)
-    out = _scaled(dot, product.dtypes[2], lhs_scale, rhs_scale)
+    dtype = product.dtypes[2]
+    out = dot_fp8(lhs8, rhs8, product.dims, _unscaled_dtype(dtype), fast=True)
+    out = _scaled(out, dtype, lhs_scale, rhs_scale)
     return out, (lhs8, rhs8, lhs_scale, rhs_scale)
 
 
@@ -276,89 +277,53 @@ def _backward(
     # The residuals are the FP8 copies, which also halves what the forward pass keeps.
     lhs8, rhs8, *scales = residuals
     lhs_dtype, rhs_dtype, _ = product.dtypes
+    dtypes = lhs_dtype, rhs_dtype
     if not product.current_scaling:
         gradient8 = _cast(gradient, product.gradient)
-        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, lhs_dtype)
-        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, rhs_dtype)
+        return gradients(lhs8, rhs8, gradient8, product.dims, dtypes)
     gradient8, scale = measured(gradient, product.gradient.dtype)
+    wide = [_unscaled_dtype(dtype) for dtype in dtypes]
+    d_lhs, d_rhs = gradients(lhs8, rhs8, gradient8, product.dims, wide)
     lhs_scale, rhs_scale = scales
-    of_lhs = functools.partial(lhs_gradient, gradient8, rhs8, product.dims)
-    of_rhs = functools.partial(rhs_gradient, lhs8, gradient8, product.dims)
-    return _scaled(of_lhs, lhs_dtype, scale, rhs_scale), _scaled(
-        of_rhs, rhs_dtype, lhs_scale, scale
+    return _scaled(d_lhs, lhs_dtype, scale, rhs_scale), _scaled(
+        d_rhs, rhs_dtype, lhs_scale, scale
     )
 
 
 _fp8_dot.defvjp(_forward, _backward)
 
 
-def lhs_gradient(
-    gradient8: jax.Array,
-    rhs8: jax.Array,
-    dims: DimensionNumbers,
-    dtype: Any,
-    alpha: float = 1.0,
-) -> jax.Array:
-    """Return the gradient of lhs, in its axes.
-
-    It is the FP8 product of the output's gradient and rhs, times `alpha`.
-    """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
-    # The axes of the output's gradient are (batch, kept of lhs, kept of rhs).
-    batch, columns = (
-        _range(0, len(lhs_batch)),
-        _range(gradient8.ndim - len(rhs_kept), gradient8.ndim),
-    )
-    out = dot_fp8(
-        gradient8,
-        rhs8,
-        ((columns, rhs_kept), (batch, rhs_batch)),
-        dtype,
-        alpha,
-        fast=False,
-    )
-    # Here: (batch, kept of lhs, contracted in the order of rhs's axes).
-    contracted = tuple(
-        axis for _, axis in sorted(zip(rhs_contract, lhs_contract, strict=True))
-    )
-    return _moved(
-        out, (*lhs_batch, *_rest(out.ndim, lhs_contract, lhs_batch), *contracted)
-    )
-
-
-def rhs_gradient(
+def gradients(
     lhs8: jax.Array,
+    rhs8: jax.Array,
     gradient8: jax.Array,
     dims: DimensionNumbers,
-    dtype: Any,
-    alpha: float = 1.0,
-) -> jax.Array:
-    """Return the gradient of rhs, in its axes.
+    dtypes: Sequence[Any],
+    alphas: tuple[float, float] = (1.0, 1.0),
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of lhs and rhs, in their axes.
 
-    It is the FP8 product of lhs and the output's gradient, times `alpha`.
+    They are the FP8 products of the result's gradient and the other operand, in these
+    dtypes, times `alphas`.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
     lhs_kept = _rest(lhs8.ndim, lhs_contract, lhs_batch)
-    batch, rows = (
-        _range(0, len(lhs_batch)),
-        _range(len(lhs_batch), len(lhs_batch) + len(lhs_kept)),
-    )
-    out = dot_fp8(
-        lhs8,
-        gradient8,
-        ((lhs_kept, rows), (lhs_batch, batch)),
-        dtype,
-        alpha,
-        fast=False,
-    )
-    # Here: (batch, contracted in the order of lhs's axes, kept of rhs).
-    contracted = tuple(
-        axis for _, axis in sorted(zip(lhs_contract, rhs_contract, strict=True))
-    )
-    return _moved(
-        out, (*rhs_batch, *contracted, *_rest(out.ndim, rhs_contract, rhs_batch))
-    )
+    rhs_kept = _rest(rhs8.ndim, rhs_contract, rhs_batch)
+    # The axes of the result's gradient are (batch, kept of lhs, kept of rhs).
+    end = len(lhs_batch) + len(lhs_kept)
+    batch, rows = _range(0, len(lhs_batch)), _range(len(lhs_batch), end)
+    columns = _range(end, gradient8.ndim)
+    dot = functools.partial(dot_fp8, fast=False)
+    of_lhs = (columns, rhs_kept), (batch, rhs_batch)
+    d_lhs = dot(gradient8, rhs8, of_lhs, dtypes[0], alphas[0])
+    # Its axes: (batch, kept, contracted in the order of rhs's axes).
+    pairs = sorted(zip(rhs_contract, lhs_contract, strict=True))
+    d_lhs = _moved(d_lhs, (*lhs_batch, *lhs_kept, *(axis for _, axis in pairs)))
+    of_rhs = (lhs_kept, rows), (lhs_batch, batch)
+    d_rhs = dot(lhs8, gradient8, of_rhs, dtypes[1], alphas[1])
+    # Its axes: (batch, contracted in the order of lhs's axes, kept).
+    pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
+    return d_lhs, _moved(d_rhs, (*rhs_batch, *(axis for _, axis in pairs), *rhs_kept))
 
 
 def _range(start: int, stop: int) -> Axes:
@@ -379,14 +344,17 @@ def _cast(x: jax.Array, fmt: FloatFormat) -> jax.Array:
     return fmt.cast(x.astype(jnp.float32))
 
 
+def _unscaled_dtype(dtype: str) -> str:
+    """Return the dtype of a product that scales are yet to multiply."""
+    # It can leave the range of FP16, where the scaled one does not. BF16 has the range
+    # of FP32.
+    return "bfloat16" if dtype == "bfloat16" else "float32"
+
+
 def _scaled(
-    dot: Callable, dtype: str, lhs_scale: jax.Array, rhs_scale: jax.Array
+    x: jax.Array, dtype: str, lhs_scale: jax.Array, rhs_scale: jax.Array
 ) -> jax.Array:
-    """Return `dot(dtype)` times the scales of its operands."""
-    # The unscaled product can leave the range of FP16, where the scaled one does not.
-    # BF16 has the range of FP32.
-    wide = "bfloat16" if dtype == "bfloat16" else "float32"
-    return (dot(wide) * (lhs_scale * rhs_scale)).astype(dtype)
+    return (x * (lhs_scale * rhs_scale)).astype(dtype)
 
 
 def dot_fp8(

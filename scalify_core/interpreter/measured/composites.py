@@ -34,7 +34,7 @@ from scalify_core.interpreter.measured.quantize import stored_value
 from scalify_core.interpreter.value import Value, logical
 from scalify_core.numerics import amax, formats
 from scalify_core.numerics.formats import FloatFormat
-from scalify_core.ops.matmul import dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.ops.matmul import dot_fp8, gradients
 
 _F32 = np.dtype(np.float32)
 # The exponent of the largest element of attention's gradient: in FP16 its products with
@@ -114,8 +114,7 @@ def _fp8_bwd(call: Any, eqn: Any, *operands: Any) -> Sequence[Any]:
     unused = map(logical, operands[2:-1])
 
     def backward(lhs8: Any, rhs8: Any, *rest: Any) -> tuple:
-        d_lhs = lhs_gradient(rest[-1], rhs8, product.dims, _F32)
-        return d_lhs, rhs_gradient(lhs8, rest[-1], product.dims, _F32)
+        return gradients(lhs8, rhs8, rest[-1], product.dims, [_F32] * 2)
 
     d_lhs, d_rhs = call_on_data(
         call, backward, lhs.data, rhs.data, *unused, gradient.data

@@ -32,7 +32,7 @@ from scalify_core.numerics.compiler_hints import (
 )
 from scalify_core.numerics.formats import E4M3, FP16, fp8_cast, saturating_cast
 from scalify_core.numerics.jaxprs import as_traced
-from scalify_core.ops.matmul import Product, dot_fp8, lhs_gradient, rhs_gradient
+from scalify_core.ops.matmul import Product, dot_fp8, gradients
 
 
 def _summed_products(data: Any, a: Value, b: Value, count: float, dtype: Any) -> Value:
@@ -155,8 +155,8 @@ def _backward(call: Any, residuals: tuple, gradient: Any) -> tuple[Value, Value]
         # Not `saturated`, which would make large numbers of infinities.
         gradient8 = fp8_cast(rest[-1], product.gradient)
         gradient8 = kept_narrow(gradient8)
-        d_lhs = lhs_gradient(gradient8, rhs8, product.dims, dtype, 1 / lhs_power)
-        return d_lhs, rhs_gradient(lhs8, gradient8, product.dims, dtype, 1 / rhs_power)
+        alphas = 1 / lhs_power, 1 / rhs_power
+        return gradients(lhs8, rhs8, gradient8, product.dims, [dtype] * 2, alphas)
 
     d_lhs, d_rhs = call_on_data(
         call, backward, lhs.data, rhs.data, *unused_scales(product), gradient.data
