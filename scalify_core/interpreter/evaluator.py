@@ -138,7 +138,9 @@ def is_plain(eqn: Any, operands: Sequence[Any]) -> bool:
     """Return whether an equation neither reads nor stores a scaled value."""
     # Asked of each equation in each trace, so not by `isinstance` in a loop, which is
     # slower.
-    return Value not in map(type, operands) and not registry.needs_rule(eqn, *operands)
+    return Value not in map(type, operands) and not registry.casts_to_narrow(
+        eqn, *operands
+    )
 
 
 def _donating_arguments(eqn: Any, jaxpr: Any) -> Any:

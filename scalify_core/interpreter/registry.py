@@ -6,7 +6,7 @@ are in the same table, see `composite_rule`.
 A rule is a function `rule(eqn, *operands) -> results`, a list; `@rule` takes one of a
 single result, too. An operand is a `Value`, or plain: an array, a number or a
 constant that no scale belongs to. At least one operand is a `Value`, but of casts to
-fewer than 32 bits, and of calls and loops around them (`needs_rule`). A result
+fewer than 32 bits, and of calls and loops around them (`casts_to_narrow`). A result
 that carries a scale is a `Value`; integers and booleans are plain. `eqn` is the jaxpr's
 equation, traced with float32 where the data may be narrower.
 
@@ -29,7 +29,7 @@ table, a new primitive may belong to:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -318,31 +318,31 @@ def plain(eqn: Any, *operands: Any) -> list[Any]:
 
     Uniform constants stay known: a loop's zeros must not get a scale.
     """
-    fold, numbers = _FOLDED.get(eqn.primitive.name), list(map(v.uniform, operands))
-    if fold is None or None in numbers or not is_float(eqn.outvars[0].aval):
-        return bind_all(eqn, *operands)
-    aval = eqn.outvars[0].aval
-    with np.errstate(all="ignore"):
-        # In the equation's dtype, so that the number is rounded as the program rounds
-        # it.
-        number = fold(*(np.asarray(c).astype(aval.dtype) for c in numbers))
-    # A broadcast of one element: known as a constant by its strides, and no array in
-    # memory.
-    return [np.broadcast_to(np.asarray(number, aval.dtype), aval.shape)]
+    numbers = _numbers(eqn, tuple(map(v.uniform, operands)))
+    if None in numbers or not numbers:  # no results: bound for its effects
+        out = bind_all(eqn, *operands)
+    else:
+        out = [None] * len(numbers)
+    for i, (number, var) in enumerate(zip(numbers, eqn.outvars, strict=True)):
+        if number is not None:
+            # A broadcast of one element: known as a constant by its strides, and no
+            # array in memory.
+            constant = np.asarray(number).astype(var.aval.dtype)
+            out[i] = np.broadcast_to(constant, var.aval.shape)
+    return out
 
 
-def needs_rule(eqn: Any, *operands: Any) -> bool:
-    """Return whether an equation of plain operands needs a rule, as one of a `Value`.
+def casts_to_narrow(eqn: Any, *operands: Any) -> bool:
+    """Return whether plain operands of an equation are cast to fewer than 32 bits.
 
-    A cast to fewer than 32 bits does: in the format alone, a gradient of 1e-9 behind a
-    cast to FP16 would be zero. A uniform constant that the format holds needs no scale.
+    Its results then have a scale, as those of a `Value` have: in the format alone, a
+    gradient of 1e-9 behind a cast to FP16 would be zero. A uniform constant that the
+    format holds needs none.
     """
     if eqn.primitive.name in CONTROL:
-        if any(map(_has_casts, jaxprs_in_params(eqn.params))):
-            return True
-        # A call of constants may make some, such as zeros, which stay known to its
-        # rule: as arrays they would set a scale.
-        return eqn.primitive.name == "jit" and None not in map(v.uniform, operands)
+        # A call of plain operands is bound as it is only if nothing inside of it needs
+        # a scale.
+        return any(map(_has_casts, jaxprs_in_params(eqn.params)))
     if not _is_cast(eqn):
         return False
     number, dtype = v.uniform(operands[0]), eqn.params["new_dtype"]
@@ -373,6 +373,40 @@ def known(x: Any) -> Any:
     if (x == first).all():
         return np.broadcast_to(first, x.shape)
     return x
+
+
+def _numbers(eqn: Any, operands: tuple[float | None, ...]) -> Sequence[float | None]:
+    """Return the number that fills each result, or None where it is unknown."""
+    if eqn.primitive.name == "jit":
+        # The zeros of a user's jitted function must not set a scale outside of it.
+        return _numbers_of(eqn.params["jaxpr"], operands)
+    fold = _FOLDED.get(eqn.primitive.name)
+    if fold is None or None in operands or not is_float(eqn.outvars[0].aval):
+        return [None] * len(eqn.outvars)
+    dtype = eqn.outvars[0].aval.dtype
+    with np.errstate(all="ignore"):
+        # In the equation's dtype, so that the number is rounded as the program rounds
+        # it.
+        return [float(fold(*(np.asarray(c).astype(dtype) for c in operands)))]
+
+
+@per_jaxpr
+def _numbers_of(jaxpr: Any, operands: tuple[float | None, ...]) -> list[float | None]:
+    numbers = dict(
+        zip(jaxpr.constvars, map(v.uniform, map(known, jaxpr.consts)), strict=True)
+    )
+    numbers |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> float | None:
+        if isinstance(atom, Literal):
+            return v.uniform(atom.val)
+        return numbers[atom]
+
+    for eqn in jaxpr.eqns:
+        numbers |= dict(
+            zip(eqn.outvars, _numbers(eqn, tuple(map(read, eqn.invars))), strict=True)
+        )
+    return list(map(read, jaxpr.outvars))
 
 
 # What builds constants, and is rounded alike by NumPy and every compiler: GPUs take
