@@ -141,3 +141,17 @@ def test_a_pullback_may_be_a_result_and_an_argument():
     expected = forward(x, w)(jnp.ones((3, 2)))
     for actual, wanted in zip(asarray(gradients), expected, strict=True):
         assert_allclose(actual, wanted, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+@pytest.mark.parametrize("run", [lambda fun: fun, jax.jit])
+def test_a_reference_is_read_and_written(run, scales):
+    def fun(x, total):
+        total[...] += x.sum(0)
+        return 2 * total[...]
+
+    x, total = as_scaled_array(X, dtype=HALF), jax.new_ref(jnp.ones(8))
+    out = run(scalify(fun, scales=scales))(x, total)
+    expected = 1 + asarray(x).sum(0)
+    assert_allclose(total[...], expected, rtol=2e-3)
+    assert_allclose(asarray(out), 2 * expected, rtol=4e-3)
