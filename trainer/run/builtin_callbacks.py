@@ -26,8 +26,6 @@ from trainer.step.weight_rescale import (
 )
 from trainer.workload import TrainTask, compile_step
 
-# `loop.roll_back` finds the callback by this name.
-CHECKPOINT = "checkpoint"
 # All weights are rescaled if |log2| of one weight's scale error is this large. Matrices
 # are cast to FP8 at that scale, and in gated layers two such errors multiply; gains and
 # biases are computed in 16 bits.
@@ -229,5 +227,5 @@ def checkpoint(every: int) -> Callback:
     It must be the last callback, so that everything before the checkpoint is logged.
     """
     return Callback(
-        CHECKPOINT, every, lambda context: context.save(), CallbackKind.SAVE
+        "checkpoint", every, lambda context: context.save(), CallbackKind.SAVE
     )

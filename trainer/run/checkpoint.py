@@ -25,7 +25,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
 from trainer.errors import UserError
 from trainer.files import (
@@ -41,11 +40,12 @@ from trainer.files import (
 from trainer.run.checkpoint_formats import FORMAT, READABLE, STORED_AS, as_current
 from trainer.run.checkpoint_manifest import (
     MANIFEST_DAMAGED,
-    BestCheckpoint,
     CheckpointManifest,
+    Preservation,
     best_step,
     check_not_removed,
     intact_manifest,
+    is_planned,
     manifest_file,
     manifest_loss,
     metrics_of,
@@ -105,8 +105,7 @@ class Checkpointer:
 
     Args:
       directory: made if missing. Raises UserError if it cannot be written.
-      keep: number of newest checkpoints to keep.
-      keep_best: whether to keep the one of `best_step` too.
+      keep, keep_best: see `Preservation`.
       read_only: change nothing, not even the leftovers of a save: another process may
         be training here.
     """
@@ -123,17 +122,13 @@ class Checkpointer:
         self.directory = directory.resolve()
         self._read_only = read_only
         self._saving_step: int | None = None
+        self._saves_planned = True  # whether the checkpoint of `_saving_step` is
         self._has_failed = False
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        newest = LatestN(keep)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=(
-                AnyPreservationPolicy([newest, BestCheckpoint()])
-                if keep_best
-                else newest
-            ),
+            preservation_policy=Preservation(keep, keep_best, self._is_planned),
             best_fn=itemgetter("val_loss"),  # makes Orbax store the metrics
             best_mode="min",
             cleanup_tmp_directories=True,  # what a killed or failed save left behind
@@ -174,6 +169,15 @@ class Checkpointer:
         # Orbax lists a step from the beginning of its save.
         return sorted(s for s in self._manager.all_steps() if s != self._saving_step)
 
+    def planned_steps(self) -> list[int]:
+        """Return the steps of committed checkpoints that a rollback may take."""
+        return [step for step in self.steps() if self._is_planned(step)]
+
+    def _is_planned(self, step: int) -> bool:
+        if step == self._saving_step:
+            return self._saves_planned
+        return is_planned(intact_manifest(self.directory / str(step)))
+
     @property
     def best_step(self) -> int | None:
         """The step of the checkpoint whose manifest has the lowest validation loss, of
@@ -190,6 +194,7 @@ class Checkpointer:
         meta: Mapping[str, Any],
         *,
         val_loss: float | None = None,
+        planned: bool = True,
     ) -> None:
         """Start saving the state after `step` steps; return when it is copied.
 
@@ -203,6 +208,7 @@ class Checkpointer:
           state: a tree of arrays; PRNG key arrays are allowed.
           meta: JSON values, given back by `restore`.
           val_loss: nats, for `keep_best`.
+          planned: whether a run that is never stopped saves it, too.
 
         Raises:
           UserError: the previous save failed, this one cannot start, or a later step
@@ -236,9 +242,9 @@ class Checkpointer:
             "meta": dict(meta),
             "leaves": descriptions,
             "val_loss": val_loss,
+            "planned": planned,
         }
-        if steps and step == steps[-1]:
-            self._complete(step, manifest)
+        if steps and step == steps[-1] and self._complete(step, manifest):
             return
         # Orbax refuses empty arrays.
         stored = {
@@ -248,7 +254,7 @@ class Checkpointer:
             state=ocp.args.PyTreeSave(stored),
             manifest=ocp.args.JsonSave(sealed(manifest)),
         )
-        self._saving_step = step
+        self._saving_step, self._saves_planned = step, is_planned(manifest)
         try:
             self._manager.save(
                 step,
@@ -261,12 +267,13 @@ class Checkpointer:
         except OSError as error:
             raise self._save_error(error) from error
 
-    def _complete(self, step: int, manifest: Mapping[str, Any]) -> None:
+    def _complete(self, step: int, manifest: Mapping[str, Any]) -> bool:
         """Complete a checkpoint that was saved when a signal interrupted the callbacks
-        of its step.
+        of its step; return whether it need not be saved again.
 
         The callbacks have run since: store the new manifest and the validation loss. If
-        they changed the arrays (new scales), keep the old manifest, which stays
+        they changed the arrays (new scales), remove a checkpoint that is planned, since
+        a rollback takes the new arrays. Otherwise keep the old manifest, which stays
         `unfinished`, and add only the loss, which was measured before the change.
         """
         folder = self.directory / str(step)
@@ -276,11 +283,14 @@ class Checkpointer:
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         # Saved with all callbacks of its step: nothing is left to complete.
         if saved["meta"].get("unfinished") is None:
-            return
+            return True
         val_loss = manifest["val_loss"]
         if val_loss is None:
             val_loss = saved.get("val_loss")
         if saved["leaves"] != manifest["leaves"]:
+            if is_planned(manifest):
+                self._manager.delete(step)
+                return False
             manifest = saved
         completed = sealed({**manifest, "val_loss": val_loss})
         self._saving_step = step
@@ -298,6 +308,7 @@ class Checkpointer:
         multihost_utils.sync_global_devices(f"checkpoint {step} is completed")
         # Orbax holds the losses in memory, by which it keeps the best checkpoint.
         self._manager.reload()
+        return True
 
     def check(self) -> None:
         """Raise the UserError of a background save that has failed, without waiting."""

@@ -7,7 +7,7 @@ manifest, under its digest, decides which one is the best.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,23 +142,56 @@ def best_of(validations: Sequence[Validation]) -> int | None:
     return min(comparable, key=lambda v: (v.loss, -v.step)).step
 
 
-class BestCheckpoint:
-    """The policy by which Orbax keeps the checkpoint of `best_of`, by `metrics_of`."""
+def is_planned(manifest: Mapping[str, Any] | None) -> bool:
+    """Return whether a run that is never stopped has a checkpoint, too.
+
+    Not if a stop request was the reason to save it, or interrupted the callbacks of its
+    step. Manifests of earlier versions do not say the former.
+    """
+    return (
+        manifest is not None
+        and bool(manifest.get("planned", True))
+        and manifest["meta"].get("unfinished") is None
+    )
+
+
+class Preservation(NamedTuple):
+    """The policy by which Orbax keeps checkpoints.
+
+    Of those that `is_planned`, it keeps the same whether or not the run was stopped.
+
+    Attributes:
+      keep: number of newest planned checkpoints; others are kept while there are fewer.
+        The newest of all is always kept.
+      keep_best: whether to keep the planned one of `best_of`, by `metrics_of`, too.
+      is_planned: whether the checkpoint of a step is.
+    """
+
+    keep: int
+    keep_best: bool
+    is_planned: Callable[[int], bool]
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: object
     ) -> Sequence[bool]:
-        """Return for each checkpoint whether it is kept."""
+        """Return for each checkpoint, in the order of steps, whether it is kept."""
         # Orbax passes `context` by name, so it cannot be left out.
         del context
-        best = best_of(
-            [
+        steps = [info.step for info in checkpoints]
+        planned = [step for step in steps if self.is_planned(step)]
+        kept = {*planned[-self.keep :], *steps[-1:]}
+        others = [step for step in steps if step not in kept and step not in planned]
+        missing = self.keep - len(kept)
+        if missing > 0:
+            kept |= {*others[-missing:]}
+        if self.keep_best:
+            validations = [
                 Validation(info.step, info.metrics["val_loss"], info.metrics.get(ROWS))
                 for info in checkpoints
-                if info.metrics
+                if info.metrics and info.step in planned
             ]
-        )
-        return [info.step == best for info in checkpoints]
+            kept |= {best_of(validations)}
+        return [step in kept for step in steps]
 
 
 def best_step(directory: Path, steps: Iterable[int]) -> int | None:

@@ -24,7 +24,6 @@ from trainer.errors import Diverged, UserError
 from trainer.files import write_atomically, write_text
 from trainer.observe.records import decode_row, encode_row
 from trainer.observe.throughput import memory
-from trainer.run.builtin_callbacks import CHECKPOINT
 from trainer.run.callbacks import Callback, CallbackKind, Interrupted, StepContext
 from trainer.run.session import Session, TrainLoop
 from trainer.run.shutdown import Guard
@@ -210,7 +209,8 @@ def recover(loop: TrainLoop, pending: PendingStep, row: dict[str, float]) -> Non
     checkpointer.wait()
     first_bad_step = watchdog.suspect_since or pending.step
     # Strictly before: a checkpoint of the first bad step may have its update.
-    good_steps = [step for step in checkpointer.steps() if step < first_bad_step]
+    # Not those of stop requests: a run that is never stopped has none of them.
+    good_steps = [s for s in checkpointer.planned_steps() if s < first_bad_step]
     # After a spike the state is finite, so training may recover by itself.
     if not good_steps and watchdog.is_spiking:
         text = (
@@ -230,14 +230,7 @@ def recover(loop: TrainLoop, pending: PendingStep, row: dict[str, float]) -> Non
 def roll_back(loop: TrainLoop, good_steps: list[int]) -> None:
     """Restore the newest of these checkpoints that is intact."""
     watchdog = loop.recovery.watchdog
-    checkpoint = next(
-        callback for callback in loop.callbacks if callback.name == CHECKPOINT
-    )
-    # Regular checkpoints first: a stop request saves an extra one, and a stopped run
-    # must roll back to the same step as an uninterrupted run.
-    candidates = sorted(
-        good_steps, key=lambda step: (not checkpoint.is_regular(step), -step)
-    )
+    candidates = sorted(good_steps, reverse=True)
     loop.state, step, train_step = loop.recovery.restore(loop.state, candidates)
     # An older state may have other scales, which are constants of its step.
     loop.train_step = train_step or loop.train_step
@@ -269,7 +262,7 @@ def run_callbacks(
         row=dict(row),
         run_dir=loop.session.run_dir,
         should_stop=stop.requested,
-        save_with_loss=functools.partial(save, loop),
+        save_with_loss=functools.partial(save, loop, planned=False),
         log_event=lambda text: log_event(loop, loop.step, text),
     )
     try:
@@ -282,7 +275,7 @@ def run_callbacks(
         row = row | loop.throughput.mean_since_last_call()
         loop.unfinished = encode_row(loop.step, row).decode()
         # No loss: a validation that was interrupted has none, and is repeated.
-        save(loop, None)
+        save(loop, None, planned=False)
         if isinstance(error, UserError):
             raise
         return
@@ -308,6 +301,11 @@ def run_callbacks(
     # covers.
     for callback in due_callbacks(loop, CallbackKind.SAVE, context, stop):
         stop.guard.beat(f"at the {callback.name} after step {loop.step}")
+        context.save_with_loss = functools.partial(
+            save,
+            loop,
+            planned=callback.is_regular(loop.step) or loop.step == loop.plan.phase_end,
+        )
         run_callback(loop, callback, context)
         record_media(loop, context)
     loop.throughput.exclude(time.perf_counter() - started)
@@ -420,8 +418,11 @@ def meta_of(loop: TrainLoop) -> dict[str, Any]:
     }
 
 
-def save(loop: TrainLoop, val_loss: float | None) -> None:
-    """Write the log up to `loop.step`, then save a checkpoint of the state after it."""
+def save(loop: TrainLoop, val_loss: float | None, *, planned: bool) -> None:
+    """Write the log up to `loop.step`, then save a checkpoint of the state after it.
+
+    `planned`: see `Checkpointer.save`.
+    """
     tracker = loop.session.tracker
     loop.session.verify_run_dir()
     # Without it the checkpoint that follows could not be resumed by `resume=RUN`.
@@ -433,6 +434,7 @@ def save(loop: TrainLoop, val_loss: float | None) -> None:
         to_checkpoint_form(loop.state),
         meta_of(loop) | {"log": tracker.checkpoint_state()},
         val_loss=val_loss,
+        planned=planned,
     )
 
 

@@ -4,6 +4,8 @@ them ends well."""
 import contextlib
 import dataclasses
 import math
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 from command import tiny_config
 from safetensors.numpy import load_file, save_file
 
-from trainer import Diverged, UserError, train
+from trainer import Callback, Diverged, UserError, train
 from trainer.assembly import callbacks
 from trainer.assembly import training as assembly
 from trainer.assembly.saved_model import restore_run
@@ -86,6 +88,38 @@ def test_a_run_goes_back_from_weights_that_are_not_finite(alter, folder):
                 assembly.to_checkpoint_form(run.state), step
             ).state
             assert first_nonfinite_array(state) is None
+
+
+def run_with_stop(run_dir, after, *settings):
+    """A run, stopped in the step after `after` (None: never) and continued."""
+
+    def stop(context):
+        if context.step == after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = configuration(f"run_dir={run_dir}", "checkpoint.keep=1", *settings)
+    callbacks = [Callback("stop", 1, stop)]
+    run = train(config, callbacks=callbacks)
+    assert (run.stopped_by is None) == (after is None)
+    return run if run.stopped_by is None else train(config, callbacks=callbacks)
+
+
+def test_a_run_that_was_stopped_goes_back_to_the_step_of_an_undisturbed_one(alter):
+    """It has the checkpoint of the stop, which is newer."""
+    runs = []
+    for run_dir, after in (("A", None), ("B", 4)):
+        alter(poison(at=6))
+        run = run_with_stop(run_dir, after, "train.steps=8", "checkpoint.every=4")
+        assert "rolled back to step 4;" in (run.run_dir / "metrics.jsonl").read_text()
+        runs.append(run.state.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, *runs))
+
+
+def test_a_run_that_was_stopped_ends_where_an_undisturbed_one_cannot_go_back(alter):
+    for run_dir, after in (("A", None), ("B", 4)):
+        alter(poison(at=6))
+        with pytest.raises(Diverged, match=r"step 6: params/.* is not finite"):
+            run_with_stop(run_dir, after, "train.steps=8", "checkpoint.every=9")
 
 
 def test_poison_that_no_loss_shows_never_reaches_a_checkpoint_and_is_exit_code_3(alter):

@@ -128,6 +128,27 @@ def test_the_best_one_is_kept_until_other_validation_rows_are_read(open_checkpoi
         assert (checkpointer.steps(), checkpointer.best_step) == (expected, expected[0])
 
 
+def test_checkpoints_of_stops_remove_none_that_an_undisturbed_run_keeps(
+    open_checkpointer,
+):
+    for step, planned, loss, kept in [
+        (2, False, None, [2]),
+        (3, False, None, [2, 3]),
+        (4, True, 1.0, [3, 4]),
+        (5, False, 0.5, [4, 5]),
+        (8, True, 2.0, [4, 8]),
+        (12, True, 3.0, [4, 8, 12]),
+        (13, False, None, [4, 8, 12, 13]),
+        (14, False, None, [4, 8, 12, 14]),
+    ]:
+        with open_checkpointer(keep=2, keep_best=True) as checkpointer:
+            checkpointer.save(
+                step, make_state(step), {}, val_loss=loss, planned=planned
+            )
+        assert checkpointer.steps() == kept
+    assert checkpointer.planned_steps() == [4, 8, 12]
+
+
 def test_saving_the_newest_step_again_is_nothing_to_do_and_an_earlier_one_an_error(
     open_checkpointer,
 ):
@@ -236,23 +257,25 @@ def test_a_scale_that_no_trainer_writes_is_refused(open_checkpointer, scale):
 ROW = '{"step": 1, "train/loss": 1.0}'
 
 
-@pytest.mark.parametrize(("seed", "unfinished"), [(1, None), (9, ROW)])
+@pytest.mark.parametrize("seed", [1, 9])
 def test_a_step_that_was_interrupted_gets_its_validation_loss_later(
-    open_checkpointer, seed, unfinished
+    open_checkpointer, seed
 ):
-    """Otherwise it could not be the best one, which is kept. The loss is that of the
-    saved arrays: it is measured before a rescale, which made state 9. A run may then
-    be interrupted in that step once more."""
+    """Otherwise it could not be the best one, which is kept. A rescale, which made
+    state 9, is in the checkpoint, as it is in that of a run without the interruption. A
+    run may be interrupted in that step twice."""
     settings = {"keep": 1, "keep_best": True}
     with open_checkpointer(**settings) as first:
-        first.save(1, make_state(1), {"unfinished": ROW})
+        first.save(1, make_state(1), {"unfinished": ROW}, planned=False)
     with open_checkpointer(**settings) as resumed:
+        resumed.save(1, make_state(1), {"unfinished": ROW}, planned=False)
+        assert resumed.planned_steps() == []
         finished = {"unfinished": None}
         resumed.save(1, make_state(seed), finished, val_loss=2.0)
-        resumed.save(1, make_state(1), {"unfinished": unfinished})
         for step in (2, 3):
             resumed.save(step, make_state(step), finished, val_loss=1.0 + step)
     last = open_checkpointer(**settings)
     assert (last.steps(), last.best_step) == ([1, 3], 1)
-    assert last.manifest(1).meta["unfinished"] == unfinished
-    assert bits(last.restore(abstract(make_state(1)), 1).state) == bits(make_state(1))
+    assert last.manifest(1).meta["unfinished"] is None
+    state = last.restore(abstract(make_state(1)), 1).state
+    assert bits(state) == bits(make_state(seed))
