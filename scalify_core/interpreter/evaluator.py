@@ -186,8 +186,8 @@ def stored_variables(jaxpr: Any) -> frozenset[Any]:
 def as_operand(x: Any) -> Any:
     """Return an argument as an operand: a ScaledArray as a `Value`."""
     if not is_scaled_array(x):
-        # As it is: `jnp.asarray` returns the same array, but takes its time to, and does
-        # not take a reference.
+        # As it is: `jnp.asarray` returns the same array, but takes its time to, and
+        # does not take a reference.
         if isinstance(x, (jax.Array, jax.Ref)):
             return x
         return jnp.asarray(x)

@@ -180,7 +180,9 @@ def apply_with_compensation(
     # which makes invalid scales.
     updates = with_valid_scales("weights.apply_updates, the update", updates)
     # Optax takes numbers of Python among parameters.
-    old = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(params)]
+    old: list[Any] = [
+        x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves(params)
+    ]
     changes = _beside(structure, updates, "updates")
     indices: Sequence[Any] = range(len(old))
     if leaf_indices is not None:
