@@ -252,6 +252,7 @@ def custom_loaders(
         crc = zlib.crc32(array.tobytes(), crc)
     count = size = sum(array.size for array in validation)
     if user_tokenizer:
+        # There is no source text, so its bytes are those of the decoded rows.
         rows = np.concatenate(validation).tolist()
         size = sum(len(tokenizer.decode(row).encode()) for row in rows)
     manifest = CustomManifest(

@@ -95,6 +95,7 @@ class Encoder:
     @property
     def dtype(self) -> np.dtype:
         """The narrowest dtype that holds every id."""
+        # Little-endian on every machine, since prepared data may be moved to another.
         return np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
 
     def encode(
@@ -115,6 +116,8 @@ class Encoder:
         try:
             for batch, encoded in self._encode_ahead(pool, source, chars):
                 if budget is not None:
+                    # It waits for this batch alone: the pool goes on with the batches
+                    # behind it.
                     tokens = encoded.token_count()
                     if tokens >= budget:
                         start = encoded.chars - sum(map(len, batch.texts))

@@ -204,6 +204,7 @@ def prepare(
         directory = (
             cache_dir / f"{slug(corpus.name)}-{slug(tokenizer.name)}-{fingerprint[:16]}"
         )
+        # Without the lock, whose file cannot be written on a disk that is read-only.
         if is_prepared(directory, fingerprint):
             return directory
         with exclusive_lock(directory):

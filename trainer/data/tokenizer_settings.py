@@ -81,7 +81,8 @@ def end_token(directory: Path, special: Mapping[str, int]) -> str | None:
 def added_later(directory: Path) -> dict[str, int]:
     """Return the ids of tokens that transformers adds to a vocabulary."""
     listed = read_beside(directory, SETTINGS).get("added_tokens_decoder") or {}
-    # Where both list a token, transformers takes the id in tokenizer_config.json.
+    # Where both list a token, tokenizer_config.json counts: with an
+    # `added_tokens_decoder` there, transformers does not read added_tokens.json.
     return read_beside(directory, ADDED) | {
         token["content"]: int(i) for i, token in listed.items()
     }

@@ -69,6 +69,7 @@ def choose_tasks(
     """
     offline = [name for name in names if name in TASKS]
     others = tuple(name for name in names if name not in TASKS)
+    # The harness's list takes seconds to read, so it is read for its own tasks only.
     known = None
     if others:
         if not harness.is_installed():

@@ -84,7 +84,7 @@ def scores_of(
             tasks=list(names),
             num_fewshot=fewshot,
             limit=limit,
-            # Errors of metrics that are no mean would take 100,000 resamples.
+            # By default, errors of metrics that are no mean take 100,000 resamples.
             bootstrap_iters=0,
             # The samples of all tasks would be kept in memory, and nobody reads them
             # here.
@@ -148,7 +148,6 @@ def adapter(eval_model: EvalModel) -> Any:
     from lm_eval.api.model import LM
 
     class Adapter(LM):  # defined here, since the package is optional
-        # The harness caches requests under this name.
         tokenizer_name = eval_model.tokenizer.fingerprint
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
