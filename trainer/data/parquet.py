@@ -31,7 +31,7 @@ def check_parquet(file: SourceFile, column: str) -> None:
         schema = pyarrow.parquet.read_schema(file.path)
     if column not in schema.names:
         raise NoColumn(column, schema.names, f"{file.path}: ")
-    # Arrow's own error, a KeyError, names no file.
+    # Arrow's own error below is a KeyError, that the column does not exist.
     if schema.names.count(column) > 1:
         raise UserError(f"{file.path}: several columns are named {column!r}")
     kind = schema.field(column).type
