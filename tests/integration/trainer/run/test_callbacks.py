@@ -37,8 +37,9 @@ class Recording:
             "checkpoint_state": ignore,
         }
 
-        def save(step, state, meta, val_loss):
+        def save(step, state, meta, val_loss, planned):
             self.record.append(("save", step, meta["unfinished"], val_loss))
+            self.is_planned = planned
 
         self.session = SimpleNamespace(
             run_dir=None,
@@ -117,6 +118,7 @@ def test_a_stop_request_at_a_callback_leaves_the_whole_step_to_the_resumed_run(
     ((what, step, unfinished, val_loss),) = run.settle(monkeypatch)
     assert (what, step, val_loss) == ("save", 10, None)
     assert decode_row(unfinished) == ROW
+    assert not run.is_planned
 
 
 def test_a_long_callback_can_be_interrupted_inside(monkeypatch):
@@ -179,3 +181,16 @@ def test_the_end_of_a_phase_is_saved(monkeypatch):
     for until, expected in ((10, True), (20, False)):
         record = Recording([every], until=until).settle(monkeypatch)
         assert (("save", 10, None, None) in record) == expected
+
+
+def test_a_checkpoint_is_planned_unless_a_stop_request_is_its_reason(monkeypatch):
+    for every, until, expected in (
+        (10, 20, True),
+        (1000, 10, True),
+        (1000, 20, False),
+    ):
+        save = Callback("checkpoint", every, lambda c: c.save(), CallbackKind.SAVE)
+        run = Recording([save], until=until)
+        run.signal = 15
+        run.settle(monkeypatch)
+        assert run.is_planned == expected
