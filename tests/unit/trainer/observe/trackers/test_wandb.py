@@ -115,7 +115,7 @@ def test_the_printed_command_uploads_only_the_part_of_this_start(killed_and_resu
 
 def test_an_unreachable_server_is_said_and_everything_is_kept(tmp_path):
     server = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    done = run(tmp_path, 0, 20, WANDB_INIT_TIMEOUT="3", **server)
+    done = run(tmp_path, 0, 20, WANDB_INIT_TIMEOUT="1", **server)
     assert done.returncode == 0, done.stderr
     assert "W&B refused or did not answer (" in done.stdout
     assert "): continuing offline" in done.stdout
