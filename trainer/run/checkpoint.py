@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.experimental import multihost_utils
 
 from trainer.errors import UserError
@@ -59,7 +58,7 @@ from trainer.run.metadata import (
     check_size,
     validate_metadata,
 )
-from trainer.run.orbax_errors import hide_orbax_tracebacks
+from trainer.run.orbax_errors import has_commit_time, hide_orbax_tracebacks
 from trainer.step import state_tree
 from trainer.step.checksum import checksums
 
@@ -456,7 +455,7 @@ class Checkpointer:
             if not folder.name.isdecimal():
                 continue
             manifest = intact_manifest(folder)
-            if not _has_commit_time(folder):
+            if not has_commit_time(folder):
                 self._set_checkpoint_aside(folder, "its metadata is unreadable")
             elif manifest is None and not self._read_only:
                 self._set_checkpoint_aside(folder, MANIFEST_DAMAGED)
@@ -587,17 +586,6 @@ class Checkpointer:
         state = jax.tree.unflatten(structure, [arrays[name] for name in names])
         state_tree.check_scales(state, f"checkpoint {step} in {self.directory}", ADVICE)
         return state
-
-
-def _has_commit_time(folder: Path) -> bool:
-    """Return whether Orbax can read the time, as it does of every checkpoint."""
-    try:
-        step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
-        return step.commit_timestamp is not None
-    except ImportError:
-        raise
-    except Exception:  # a damaged file can raise anything
-        return False
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

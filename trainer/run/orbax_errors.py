@@ -1,4 +1,4 @@
-"""Hide the tracebacks that Orbax prints after a save or a restore has failed."""
+"""Errors of Orbax: damage that it finds when it is asked, tracebacks that it prints."""
 
 import asyncio
 import inspect
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+from etils import epath
 
 ORBAX = str(Path(ocp.__file__).parent)
 
@@ -58,3 +59,14 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     """Return whether a record's exception was raised outside of Orbax."""
     trace = record.exc_info[2] if isinstance(record.exc_info, tuple) else None
     return trace is None or not trace.tb_frame.f_code.co_filename.startswith(ORBAX)
+
+
+def has_commit_time(folder: Path) -> bool:
+    """Return whether Orbax can read the time, as it does of every checkpoint."""
+    try:
+        step = ocp.path.step.Metadata(int(folder.name), epath.Path(folder))
+        return step.commit_timestamp is not None
+    except ImportError:
+        raise
+    except Exception:  # a damaged file can raise anything
+        return False
