@@ -44,7 +44,7 @@ COVERED = sorted({case.primitive for case in CASES})
 # Without a rule: evaluated in FP32 by the same code. Some have cases,
 BY_DEFAULT = {
     "bitcast_convert_type", "cholesky", "custom_linear_solve", "exp", "fft", "pow",
-    "reduce", "reduce_window", "scatter-mul",
+    "reduce", "reduce_window", "scatter-mul", "sign",
 }  # fmt: skip
 # and these have none.
 WITHOUT_A_CASE = {
