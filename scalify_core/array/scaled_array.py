@@ -158,7 +158,7 @@ class ScaledArray:
         A scale for each leading index is indexed, too.
         """
         scale = self.scale
-        if not self.is_static and np.ndim(scale):
+        if np.ndim(scale):
             # A slice of layers keeps one scale for each. Any other index may mix
             # elements of several scales, so each element brings its own.
             along_first = isinstance(index, (int, slice)) and scale.shape[0] == len(
