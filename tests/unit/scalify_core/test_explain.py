@@ -47,9 +47,6 @@ def total(ws, x, size=1.0, rescaled=lambda x: x):
     return jnp.mean(rescaled(x) ** 2) * size
 
 
-WEIGHTS = scaled([normal(16, 16, seed=i) / 4 for i in range(3)])
-
-
 def test_each_row_has_its_figures():
     x, w = normal(8, 16), normal(16, 4, seed=1)
     explanation = explain(lambda x, w: jnp.tanh(x @ w), scaled(x), scaled(w))
@@ -66,7 +63,8 @@ def test_each_row_has_its_figures():
 
 
 def test_a_scale_that_is_astray_is_traced_to_its_line_and_the_remedy_helps():
-    args = WEIGHTS, normal(8, 16), 1e-7
+    weights = scaled([normal(16, 16, seed=i) / 4 for i in range(3)])
+    args = weights, normal(8, 16), 1e-7
     explanation = explain(jax.grad(total), *args)
     line = r"test_explain.py:\d+ total, .* of the backward pass"
     assert re.search(f"{line}: .* are zero in float16", explanation.first_loss)
