@@ -132,7 +132,7 @@ class RunDir:
         self.path = path
         self._lock = -1
         self._stat: os.stat_result | None = None
-        self._made = False
+        self._made = self._made_lock = False
         self._checked: tuple[Mapping[str, Any], str] | None = None  # with its YAML
         self._config = ""  # the content of config.yaml, once it is written
         self._is_first_process = jax.process_index() == 0
@@ -170,6 +170,7 @@ class RunDir:
             check_no_links(path)
             self._check_is_run_or_free()
             self._stat = path.stat()
+            self._made_lock = not (path / ".lock").exists()
             self._lock = no_follow(path / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             # The kernel releases it when the process ends, also by `kill -9`. It is on
@@ -437,7 +438,10 @@ class RunDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        has_started = (self.path / "config.yaml").exists()
+        # A config.yaml may be that of another program.
+        has_started = bool(self._config) or (
+            not self._made_lock and (self.path / "config.yaml").exists()
+        )
         # Without the lock, the directory may be another run's.
         if self._is_first_process and self._still_owns_lock() and not has_started:
             checkpoints = self.path / "checkpoints"

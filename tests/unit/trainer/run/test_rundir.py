@@ -216,6 +216,16 @@ def test_a_directory_that_is_no_run_keeps_its_files(tmp_path, name, message):
     assert {path.read_text() for path in files} == {"the user's own"}
 
 
+def test_a_configuration_of_another_program_gets_no_lock_beside_it(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    with (
+        pytest.raises(UserError, match="belongs to another configuration"),
+        RunDir(tmp_path) as held,
+    ):
+        held.check(CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 def test_a_start_that_was_killed_early_can_be_repeated(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in (".lock", "checkpoints/.writable-0", ".0123456789abcdef.partial"):
