@@ -197,7 +197,7 @@ def last_validated(run: RunRecords) -> ValidatedText:
 
 def final_validated(run: RunRecords) -> ValidatedText:
     """Return the text that a run validates on after its last step."""
-    return validated(run, run.settings.get("train.steps", 0))
+    return validated(run, steps_of(run))
 
 
 def validated(run: RunRecords, step: int) -> ValidatedText:
@@ -205,8 +205,24 @@ def validated(run: RunRecords, step: int) -> ValidatedText:
     source = [run.validation_digest, *validation_shares(run)]
     if run.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
-    early_step = step if step < run.settings.get("train.steps", 0) else None
+    early_step = step if step < steps_of(run) else None
     return ValidatedText(tuple(source), run.validated_tokens(step), early_step)
+
+
+def steps_of(run: RunRecords) -> int:
+    """Return the steps of a whole run.
+
+    Raises:
+      UserError: its config.yaml lacks them, since it was cut. A run that was stopped
+          would count as a finished one.
+    """
+    steps = run.settings.get("train.steps")
+    if not isinstance(steps, int):
+        raise UserError(
+            f"the config.yaml of the run {run.name} has no train.steps: restore it (the"
+            " command that trained this run, given again, does), or leave this run out"
+        )
+    return steps
 
 
 def validation_shares(run: RunRecords) -> list[str]:

@@ -269,3 +269,14 @@ def test_another_comparison_is_not_overwritten_unless_it_is_named(sweep, compare
     assert page_of(sweep) == all_runs
     replaced = page_of(f"{sweep}/1,{sweep}/2", all_runs)
     assert replaced == f"{all_runs} (replaced an existing file)"
+
+
+def test_a_run_whose_configuration_was_cut_does_not_count_as_finished(sweep):
+    runs = [RunRecords.read(sweep / name, name) for name in ("0", "4")]
+    assert [entry.ranking for entry in ranked_entries(runs)] == [RANKED, NO_FINAL_LOSS]
+    (sweep / "4" / "config.yaml").write_text("seed: 1\n")
+    runs[1] = RunRecords.read(sweep / "4", "4")
+    with pytest.raises(
+        UserError, match=r"config\.yaml of the run 4 has no train\.step"
+    ):
+        ranked_entries(runs)
