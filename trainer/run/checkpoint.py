@@ -31,8 +31,6 @@ from trainer.files import (
     check_files,
     check_no_links,
     explain_unwritable,
-    parse_json,
-    read_file,
     well_formed,
     write_atomically,
 )
@@ -277,7 +275,13 @@ class Checkpointer:
         """
         folder = self.directory / str(step)
         file = manifest_file(folder)
-        saved = parse_json(read_file(file))
+        saved = intact_manifest(folder)
+        if saved is None:
+            raise UserError(
+                f"checkpoint {step} in {self.directory} was altered while the run went"
+                f" on ({MANIFEST_DAMAGED}); run the same command again to continue"
+                " from the one before it"
+            )
         # Process 0 must not write before all processes have read.
         multihost_utils.sync_global_devices(f"checkpoint {step} is read")
         # Saved with all callbacks of its step: nothing is left to complete.

@@ -115,6 +115,19 @@ def write_losses(directory, step, loss):
     assert file.read_text() != text
 
 
+def test_a_manifest_that_is_altered_before_its_step_ends_is_not_sealed_again(
+    open_checkpointer,
+):
+    checkpointer = open_checkpointer()
+    row = '{"step": 1, "train/loss": 1.0}'
+    checkpointer.save(1, make_state(1), {"unfinished": row, "seed": 7})
+    checkpointer.wait()
+    file = checkpointer.directory / "1" / "manifest" / "metadata"
+    file.write_text(file.read_text().replace('"seed": 7', '"seed": 8'))
+    with pytest.raises(UserError, match="1 in .* was altered while the run went on"):
+        checkpointer.save(1, make_state(1), {"unfinished": None})
+
+
 def test_rows_of_a_validation_that_were_altered_do_not_remove_the_best_checkpoint(
     open_checkpointer, caplog
 ):
