@@ -124,7 +124,7 @@ def test_a_manifest_that_is_altered_before_its_step_ends_is_not_sealed_again(
     checkpointer.wait()
     file = checkpointer.directory / "1" / "manifest" / "metadata"
     file.write_text(file.read_text().replace('"seed": 7', '"seed": 8'))
-    with pytest.raises(UserError, match="1 in .* was altered while the run went on"):
+    with pytest.raises(UserError, match=r"1 in .* was altered while the run went on"):
         checkpointer.save(1, make_state(1), {"unfinished": None})
 
 
