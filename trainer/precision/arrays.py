@@ -50,6 +50,8 @@ def skipped_matmuls(
         "exclude": policy.exclude,
         "backward_e4m3": policy.backward_e4m3 or (),
     }
+    # A pattern that matches nothing is a mistake in a path. Ignored, it would leave
+    # layers in another precision than the user believes.
     for key, patterns in patterns_by_key.items():
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in sizes):
@@ -61,6 +63,8 @@ def skipped_matmuls(
         return dict.fromkeys(
             sizes, f"precision.forward=null: all are in {policy.compute}"
         )
+    # Tokens are rows of the output and of the input's gradient, and the summed axis of
+    # the weight's gradient: a number that does not fit concerns all layers.
     multiple = policy.method.multiple
     needs_multiple = not policy.simulate and not policy.method.any_rows
     if needs_multiple and rows is not None and rows % multiple:
@@ -76,6 +80,8 @@ def skipped_matmuls(
             return "not in precision.fp8_modules"
         if any(fnmatchcase(path, pattern) for pattern in policy.exclude):
             return "in precision.exclude"
+        # `startswith` of an empty tuple is False: without wide ends this skips no
+        # layer.
         if path.startswith(wide_prefixes):
             return "in precision.wide_ends"
         if not policy.simulate and any(width % multiple for width in size):
@@ -96,19 +102,25 @@ def wide_blocks(policy: Policy, paths: Collection[str]) -> tuple[str, ...]:
     if policy.wide_ends is None:
         return ()
     key = f"precision.wide_ends={list(policy.wide_ends)}"
+    # With the dot at the end, `h.1.` is no prefix of the layers of block 10.
     matches = (re.match(r"[^.]+\.(\d+|\*)\.", path) for path in paths)
+    # In the order of the blocks: JAX sorts the keys of dictionaries, and these are
+    # integers, so that 10 comes after 9.
     blocks = list(dict.fromkeys(match[0] for match in matches if match))
     if any("*" in block for block in blocks):
         raise UserError(
             f"{key} needs blocks that are not scanned: set model.scan_layers=false, or"
             " precision.wide_ends=null for narrow matmuls in all blocks"
         )
+    # Rounded up, so that a small model has wide blocks at both ends, too: the preset's
+    # shares are 2 and 8 of 62 blocks, and 1 and 2 of 12.
     first, last = (math.ceil(share * len(blocks)) for share in policy.wide_ends)
     if blocks and first + last >= len(blocks):
         raise UserError(
             f"{key} leaves none of {len(blocks)} blocks in {policy.forward}; set"
             " precision.wide_ends=null for narrow matmuls in all blocks"
         )
+    # Not `blocks[-last:]`, which is all blocks where `last` is 0.
     return (*blocks[:first], *blocks[len(blocks) - last :])
 
 
@@ -137,6 +149,8 @@ def dot_general_for(
     def dot_general(path: str) -> Dot:
         backward = policy.backward_of(path)
         if path not in chosen or backward is None:
+            # An FP8 or FP16 `weight_grad` is for the chosen layers alone: see
+            # `store_gradients`.
             if policy.weight_grad == "fp32":
                 return wide_gradient_dot
             return narrow_gradient_dot
@@ -172,6 +186,8 @@ def simulated_fp8_attention(
 
 def with_prepared_operands(dot: Dot, policy: Policy) -> Dot:
     """Return `dot` of operands that are clipped and transformed as the policy says."""
+    # The clip comes first in the product: a transform spreads an outlier over its
+    # group, where no bound would reach it.
     if policy.hadamard is not None:
         dot = HadamardDot(dot, policy.hadamard)
     if policy.clip_outliers is not None:
@@ -208,6 +224,8 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
     """
     if policy.forward is None or policy.weight_grad == "fp32":
         return grads
+    # Where no matmul is narrow, the products give gradients in `weight_grad`
+    # themselves.
     fmt = FloatFormat.parse(policy.weight_grad)
 
     def store(path: Any, grad: Any) -> Any:
@@ -239,6 +257,8 @@ def cast_for_all_gather(
     """
     if policy.scaled:
         p = p.astype(DTYPES[policy.compute])
+        # Blocks, simulated formats, and operands that are clipped or mixed are rounded
+        # from the wide weight: E4M3 here would be one rounding more.
         is_first_used_in_fp8 = (
             is_narrow
             and not scaled_rows
