@@ -46,6 +46,8 @@ class DelayedFp8Dot(nnx.Module):
 
     def __init__(self, history: int, dtype: np.dtype) -> None:
         self.dtype = dtype
+        # The names and shapes are those of the arguments of `fp8_scaled_dot_general`,
+        # which gets the histories by name.
         for tensor in ("lhs", "rhs", "grad"):
             setattr(
                 self, f"{tensor}_scale", OverwriteWithGradient(jnp.ones(1, jnp.float32))
@@ -83,6 +85,8 @@ class DelayedFp8Dot(nnx.Module):
     @property
     def input_scale(self) -> jax.Array:
         """The scale [1] of the next product's input, from the amax history alone."""
+        # Flax takes the scale from the history before an operand's amax enters it, so
+        # that any operand gives this scale.
         return self._cast("lhs", jnp.zeros(1, self.dtype))[1]
 
     def _cast(self, tensor: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,6 +108,7 @@ class SimulatedDot:
         self, lhs: jax.Array, rhs: jax.Array, dims: Dims, **_: Any
     ) -> jax.Array:
         """Return the product in FP32."""
+        # AD keeps the rounded operands for the backward pass, as FP8 products do.
         lhs = cast_on_forward(lhs, self.forward)
         rhs = cast_on_forward(rhs, self.forward)
         return cast_on_backward(jax.lax.dot_general(lhs, rhs, dims), self.backward)
@@ -111,6 +116,7 @@ class SimulatedDot:
 
 @jax.custom_vjp
 def _clip(x: jax.Array, multiple: jax.Array) -> jax.Array:
+    # In FP32: the square of 256 is beyond FP16.
     bound = multiple * jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))).astype(
         x.dtype
     )
@@ -162,6 +168,8 @@ class HadamardDot(nnx.Module):
         """Return the product in the dtype of `dot`'s. ValueError: not a product of two
         matrices.
         """
+        # `hadamard` mixes along the last axis of a matrix, which is the contracted one
+        # here.
         check_matrices("HadamardDot", dims)
         mixed_DxF = hadamard(rhs_DxF.T, self.size).T
         return self.dot(hadamard(lhs_NxD, self.size), mixed_DxF, dims, **settings)
@@ -177,12 +185,15 @@ def hadamard(x_NxK: jax.Array, size: int, dtype: Any = None) -> jax.Array:
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    # A constant seed: both operands of a product need the same matrix, and so does a
+    # resumed run.
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
     padded = jnp.pad(x_NxK, ((0, 0), (0, -x_NxK.shape[1] % size)))
     groups = padded.reshape(len(x_NxK), -1, size)
     # Entries of 1 and -1 are exact in every dtype, and fit the scale 1 that scale
     # propagation gives to constants. The FP32 sums are divided by sqrt(size) instead.
     ones = (signs[:, None] * matrix).astype(x_NxK.dtype)
+    # `highest`, because GPUs multiply FP32 operands in TF32 by default.
     mixed = jnp.einsum(
         "ngi,ij->ngj",
         groups,
@@ -202,6 +213,8 @@ def _matmul(lhs_NxD: jax.Array, rhs_DxF: jax.Array) -> jax.Array:
 def _matmul_bwd(
     operands: tuple[jax.Array, jax.Array], gradient_NxF: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    # JAX's derivative of the cast kernel is a product in the dtype of `lhs` that is
+    # widened afterwards: the digits of the FP32 accumulation would be lost.
     lhs_NxD, rhs_DxF = operands
     d_lhs_NxD = gradient_NxF @ rhs_DxF.astype(lhs_NxD.dtype).T
     return d_lhs_NxD, jnp.matmul(
@@ -218,6 +231,7 @@ def wide_gradient_dot(
     """Return `lhs @ rhs` in the dtype of `lhs`; the gradient of `rhs` is the FP32
     accumulation, not rounded first.
     """
+    # Of operands of one dtype JAX's derivative already has that dtype.
     if lhs.dtype == rhs.dtype:
         return jax.lax.dot_general(lhs, rhs, dims)
     check_matrices("wide_gradient_dot", dims)

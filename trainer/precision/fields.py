@@ -19,6 +19,8 @@ DTYPES: dict[str, np.dtype] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp16": np.dtype(np.float16),
 }
+# A copy of what `FloatFormat.parse` takes, whose module imports JAX. A test compares
+# both.
 ALIASES = (*DTYPES, "float32", "bfloat16", "float16")
 
 
@@ -27,6 +29,7 @@ def is_format(name: str) -> bool:
     bits = re.fullmatch(r"e(\d+)m(\d+)[ts]?", name.lower())
     if bits is None:
         return name.lower() in ALIASES
+    # FP32 holds every number of these formats, and in FP32 they are simulated.
     return 2 <= int(bits[1]) <= 8 and 1 <= int(bits[2]) <= 23
 
 
@@ -114,6 +117,7 @@ class PrecisionFields:
     moments_rounding: Literal["auto", "nearest", "stochastic"]
     update: Literal["fp32", "propagate"]
     rescale_grads: Annotated[tuple[str, ...], RESCALED_PLACES]
+    # A bound of one RMS clips a third of normally distributed numbers.
     clip_outliers: Annotated[float, at_least(1)] | None
     hadamard: Annotated[int, at_least(2), at_most(256), POWER_OF_TWO] | None
     amax_history: Positive
