@@ -55,6 +55,8 @@ def stateless(value_and_grad: Callable[..., tuple[jax.Array, Any]]) -> LossGradi
 
 def propagated(loss_fn: LossFn, policy: PrecisionFields) -> LossGradient:
     """Return loss and gradient on scaled arrays; all data is in the compute dtype."""
+    # Differentiated inside `scalify`, so that scales propagate in the backward pass,
+    # too.
     scaled = scalified(jax.value_and_grad(loss_fn), policy)
 
     def value_and_grad(params: Any, *batch: Any) -> tuple[jax.Array, Any]:
@@ -99,6 +101,8 @@ def loss_scaled(loss_fn: LossFn) -> ValueAndGrad:
         params: Any, scaling: LossScale, *batch: Any
     ) -> tuple[jax.Array, Any, Any]:
         def scaled_loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            # The unscaled loss is an auxiliary result, so that logs have it without a
+            # division.
             loss = loss_fn(params, *batch)
             return loss * scaling.value, loss
 
@@ -122,6 +126,8 @@ def next_loss_scale(
     Reference: Micikevicius et al. 2018, "Mixed Precision Training",
     https://arxiv.org/abs/1710.03740.
     """
+    # Selected, not branched on: whether the step was finite is known on the device
+    # alone, and the host does not wait for it.
     steps = jnp.where(finite, scaling.finite_steps + 1, 0)
     grown = steps == GROWTH_STEPS
     value = jnp.where(
@@ -141,6 +147,8 @@ def with_histories(loss_fn: LossFn) -> ValueAndGrad:
         def loss_of(params: Any, histories: Any) -> jax.Array:
             return loss_fn(params, *batch, histories=histories)
 
+        # Gradients of an array that is used twice are added; of the type fm32 their
+        # maximum is taken, which is what an amax needs.
         as_fm32 = jax.tree.map(lambda x: jax.lax.convert_element_type(x, fm32), scaling)
         # jax.grad refuses the type fm32.
         loss, pullback = jax.vjp(loss_of, params, as_fm32)
@@ -157,6 +165,8 @@ def next_histories(scaling: Any, statistics: Any, finite: jax.Array) -> Any:
     """Return the histories that the step has observed; a step that was not finite
     leaves them unchanged.
     """
+    # An infinite amax would stay in the history, and Flax changes no scale while the
+    # largest amax of a history is not finite.
     return jax.tree.map(
         lambda old, new: jnp.where(finite, new, old), scaling, statistics
     )

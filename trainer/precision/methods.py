@@ -59,6 +59,7 @@ class Method:
     measures_scales: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = False
     any_rows: ClassVar[bool] = False
+    # As `scalify_core.ops.matmul.MULTIPLE`, whose module imports JAX.
     multiple: ClassVar[int] = 16
     format_pairs: ClassVar[tuple[tuple[str, str], ...]] = (("e4m3", "e5m2"),)
     kernels: ClassVar[str] = "FP8"
@@ -84,11 +85,14 @@ class Method:
 
         The format closest to `compute` comes first.
         """
+        # JAX gives gradients the dtype of the parameters.
         if policy.weights == "bf16":
             return ("bf16",), "precision.weights=bf16 have gradients of their own dtype"
         if policy.forward is None:
             why = f"no matmul is narrower than precision.compute={policy.compute}"
             return tuple(dict.fromkeys(("fp32", policy.compute))), why
+        # BF16 has FP32's range, so a gradient without a scale keeps its small numbers
+        # there.
         why = (
             "without precision.scaling=propagate gradients have no scale, and formats"
             " of less range would lose small ones"
@@ -100,6 +104,8 @@ class Method:
         nothing.
         """
         why: dict[str, str] = {}
+        # The message names the first method of METHODS with the key: `propagate` comes
+        # before `propagate_mx`, which inherits its keys.
         for method in METHODS.values():
             for key in method.settings:
                 if key not in self.settings:
@@ -117,6 +123,7 @@ class Method:
         from scalify_core.ops.matmul import Fp8DotGeneral
         from trainer.precision.dots import SimulatedDot
 
+        # `Fp8DotGeneral` has E4M3 and E5M2 alone, in real FP8 dtypes.
         if policy.simulate:
             forward, _ = formats_of(policy)
             return SimulatedDot(forward, settings["gradient"])
@@ -177,6 +184,8 @@ class Propagated(Method):
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for FP16 weights that are computed in BF16."""
+        # The data of FP16 weights would be rounded to BF16's 8 significant bits at each
+        # use.
         if policy.compute == "bf16" and policy.weights == "fp16":
             raise UserError(
                 "precision.compute=bf16 with precision.weights=fp16: choose fp16 for"
@@ -255,6 +264,8 @@ class Delayed(Method):
 
     name = "delayed"
     measures_scales = True
+    # Flax's product does not ask for a number of rows: XLA pads operands where
+    # cuBLASLt's kernels need a multiple.
     any_rows = True
     has_history = True
     rounds_weight_gradients = True
@@ -265,6 +276,7 @@ class Delayed(Method):
         from trainer.precision.dots import DelayedFp8Dot
         from trainer.precision.fields import DTYPES
 
+        # The `settings` do not apply: Flax's product casts gradients to E5M2 itself.
         return DelayedFp8Dot(policy.amax_history, DTYPES[policy.compute])
 
     def differentiate(
@@ -351,6 +363,8 @@ class PropagatedMx(Propagated, Mx):
     The differentiation is that of Propagated, the products are those of Mx.
     """
 
+    # `Propagated` is the first base, so that its `differentiate`, `transform` and
+    # `gradient_formats` count. It has no `dot` and no `recipe`: these are those of Mx.
     name = "propagate_mx"
     scales_gradients = False  # as in Mx, whose presets have E4M3 gradients everywhere
 
@@ -377,6 +391,8 @@ class DeepSeek(Blocks):
     """Blocks of 128, of weights 128 x 128, each on an FP32 scale; simulated."""
 
     name = "deepseek"
+    # cuDNN's block-scaled products take scales in E8M0 or E4M3 alone: FP32 scales are
+    # always simulated.
     format_pairs = ()
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
@@ -394,6 +410,8 @@ class Nvfp4(Blocks):
 
     name = "nvfp4"
     multiple = 32
+    # For an older GPU XLA multiplies the widened operands: correct, but no faster than
+    # BF16.
     capability = (10, 0)  # Blackwell
     format_pairs = (("e2m1", "e2m1"), ("bf16", "e2m1"))
     kernels = "NVFP4"
@@ -401,6 +419,7 @@ class Nvfp4(Blocks):
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit, other formats among them."""
+        # First, because the check below would name formats to somebody who chose none.
         super().check(policy)
         if (policy.forward, policy.backward) not in self.format_pairs:
             forward, backward = self.format_pairs[0]
