@@ -56,6 +56,7 @@ FP4_MAX = 6.0  # of E2M1, which has no infinities and no NaN
 # The largest scale of a block whose amax is put at 6. The scale that puts it at 4 is
 # 1.5 times as large: 384 is an E4M3 number, 1.5 * 448 overflows [4].
 FOUR_OVER_SIX_MAX = 256.0
+# As in [3].
 HADAMARD = 16
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
@@ -107,11 +108,15 @@ class BlockMatrix(NamedTuple):
             tensor_scales = [
                 x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None
             ]
+            # The sizes of the blocks follow from the shapes. It takes a batch axis
+            # first.
             (out,) = jax.nn.scaled_matmul(
                 lhs.data[None],
                 rhs.data[None],
                 lhs.scales[None],
                 rhs.scales[None],
+                # Without the tensors' scales a sum may exceed FP16: one product of E2M1
+                # numbers and their E4M3 scales reaches 6^2 448^2.
                 preferred_element_type=jnp.float32 if tensor_scales else dtype,
             )
             for scale in tensor_scales:
@@ -119,6 +124,7 @@ class BlockMatrix(NamedTuple):
             return out.astype(dtype)
 
         def in_fp32(lhs: BlockMatrix, rhs: BlockMatrix) -> jax.Array:
+            # `highest`: by default GPUs multiply FP32 operands in TF32.
             exact = jnp.matmul(lhs.widened(), rhs.widened().T, precision="highest")
             return exact.astype(dtype)
 
@@ -130,6 +136,8 @@ class BlockMatrix(NamedTuple):
             return (out * self.scales * other.scales.T).astype(dtype)
         if self.scales.dtype not in NATIVE_SCALE_DTYPES:
             return in_fp32(self, other)
+        # By the platform that the program is compiled for: a plan compiles for GPUs on
+        # a machine without one.
         return jax.lax.platform_dependent(self, other, cuda=native, default=in_fp32)
 
 
@@ -159,6 +167,7 @@ def reduce_row_groups(
     """
     if rows == 1:
         return x
+    # Zeros change neither a sum nor a maximum of numbers that are at least 0.
     padded = jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
     reduced = reduce(padded.reshape(-1, rows, x.shape[1]), axis=1)
     return jnp.repeat(reduced, rows, axis=0)[: len(x)]
@@ -178,6 +187,8 @@ def block_amax(x: jax.Array, length: int, rows: int = 1) -> jax.Array:
     """
     largest = jnp.max(jnp.abs(x).reshape(len(x), -1, length), axis=2)
     largest = reduce_row_groups(jnp.max, largest, rows)
+    # On an infinite scale the finite numbers of the block would become zeros, and only
+    # the others NaN.
     return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
 
 
@@ -199,6 +210,7 @@ def round_on_pow2_scales(
     x = rows_along(x, axis, length)
     exact_scales = block_amax(x, length) / np.float32(fmt.max)
     below = pow2_floor(exact_scales)
+    # Rounded down, the scale would saturate the block's largest numbers.
     scales = jnp.where(below < exact_scales, 2 * below, below)
     data = in_blocks(lambda x, s: x * pow2_inverse(s), x, scales)
     return BlockMatrix(round_to(data, fmt), scales)
@@ -211,6 +223,7 @@ def mx(x: jax.Array, axis: int, fmt: FloatFormat, *, native: bool) -> BlockMatri
     """
     out = round_on_pow2_scales(x, axis, fmt, MX_BLOCK)
     if native:
+        # An exact cast: E8M0 holds the powers of two from 2^-127 to 2^127.
         out = out._replace(scales=out.scales.astype(jnp.float8_e8m0fnu))
     return out
 
@@ -228,6 +241,7 @@ def deepseek(
     """
     x = rows_along(x, axis, DEEPSEEK_BLOCK)
     largest = block_amax(x, DEEPSEEK_BLOCK, rows)
+    # A block of zeros would be 0 / 0. `maximum` keeps NaN.
     scales = jnp.maximum(largest / np.float32(fmt.max), LEAST_SCALE)
     return BlockMatrix(round_to(in_blocks(jnp.divide, x, scales), fmt), scales)
 
@@ -238,6 +252,7 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
     `bits`: 16 random bits for each number; None: to nearest, ties to even.
     """
     size = jnp.abs(x)
+    # The distances of E2M1's numbers: 0.5 below 2, 1 below 4, then 2.
     coarse = jnp.where(size < 4, np.float32(1), np.float32(2))
     step = jnp.where(size < 2, np.float32(0.5), coarse)
     steps = size / step
@@ -245,6 +260,8 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
         rounded = jnp.round(steps)
     else:
         rounded = jnp.floor(
+            # The half centers the 2^16 possible values: without it the mean would be
+            # rounded down.
             steps + (bits.astype(jnp.float32) + 0.5) * np.float32(2.0**-16)
         )
     return jnp.copysign(jnp.minimum(rounded * step, FP4_MAX), x)
@@ -252,6 +269,9 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
 
 def divide_by_scales(x: jax.Array, scales: jax.Array) -> jax.Array:
     """Return `x` divided by the scales of its blocks; zeros where they are zero."""
+    # The scale is zero where E4M3 underflows. The block's numbers are then at most 6 *
+    # 2^-10, which E2M1 rounds to nearest as zero, and their products with the scale are
+    # zero in any case.
     return in_blocks(lambda x, s: x / jnp.where(s == 0, np.float32(1), s), x, scales)
 
 
@@ -287,15 +307,20 @@ def nvfp4(
         that has the smaller squared error, rounded to nearest [4].
       native: numbers and scales are in their narrow dtypes.
     """
+    # Before `rows_along`: a number has the same bits along both axes.
     bits = hash_bits(x.astype(jnp.float32)) if stochastic else None
     x = rows_along(x, axis, NVFP4_BLOCK)
     if bits is not None:
         bits = rows_along(bits, axis, NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(x))
     max_scale = FOUR_OVER_SIX_MAX if four_over_six else E4M3.max
+    # It gives the block of the tensor's largest number the largest scale, so that the
+    # range of E4M3 below is left to all other blocks.
     tensor_scale = jnp.maximum(largest / np.float32(FP4_MAX * max_scale), LEAST_SCALE)
     x = x / tensor_scale
     largest = block_amax(x, NVFP4_BLOCK, rows)
+    # To nearest, as JAX's quantizer: a scale that is rounded down saturates the block's
+    # largest number.
     scales = E4M3.quantize(largest / np.float32(FP4_MAX))
     if four_over_six:
         scales_at_4 = E4M3.quantize(largest / np.float32(4))
@@ -370,6 +395,7 @@ def nvfp4_recipe(
         functools.partial(cast, rows=NVFP4_BLOCK),
         functools.partial(cast, stochastic=True),
         forward_dtype,
+        # In FP32: mixed numbers are rounded once, to four bits.
         lambda x: hadamard(x, HADAMARD, jnp.float32),
     )
 
@@ -410,6 +436,8 @@ def block_figures(x: jax.Array, cast: Cast, axis: int, fmt: FloatFormat) -> jax.
         return jnp.sum(jnp.where(chosen, y, 0)) / jnp.maximum(jnp.sum(chosen), 1)
 
     center = mean(exponents, has_scale)
+    # `FloatFormat` keeps the largest exponent for infinities, which E2M1 lacks: its
+    # `max` would be 3.
     fmt_max = FP4_MAX if str(fmt) == "e2m1" else fmt.max
     return jnp.stack(
         [
@@ -449,6 +477,8 @@ def _rounded_by(recipe: Recipe) -> Rounded:
             x = recipe.activation(x_NxD, 1)
             y_NxF = x.times(recipe.weight(w_DxF, 0), x_NxD.dtype)
         else:
+            # The wide forward pass of a recipe is in 16 bits also where the master
+            # weights are FP32.
             operands = (z.astype(recipe.forward_dtype) for z in (x_NxD, w_DxF))
             y_NxF = jnp.matmul(*operands, preferred_element_type=x_NxD.dtype)
         x_DxN = recipe.activation(recipe.mix(x_NxD.T), 1)
