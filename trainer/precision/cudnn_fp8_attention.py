@@ -42,6 +42,7 @@ def wrong_cudnn(major: int) -> str:
     """Return a sentence if the installed cuDNN lacks FP8 attention on a GPU of this
     major compute capability; else empty.
     """
+    # None where JAX's CUDA plugin is not installed.
     from jax._src.lib import cuda_versions
 
     if cuda_versions is None:
@@ -190,4 +191,5 @@ def _library() -> Any:
 
 
 def _scalar(x: Any) -> jax.Array:
+    # cuDNN's descriptions have tensors of four axes: JAX declares scalars so, too.
     return jnp.full((1, 1, 1, 1), x, jnp.float32)

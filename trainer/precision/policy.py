@@ -24,6 +24,7 @@ class Policy(PrecisionFields):
 
     def __post_init__(self) -> None:
         """Raise UserError for fields out of bounds, or that contradict each other."""
+        # First: the checks below read the fields as if each were in its bounds.
         check_fields(self, "precision.")
         self._check_products()
         self.method.check(self)
@@ -59,6 +60,8 @@ class Policy(PrecisionFields):
                 f"precision.forward={self.forward}, precision.backward={self.backward}:"
                 " give both formats or neither"
             )
+        # A method without pairs is only simulated: its own `check` asks for
+        # precision.simulate.
         formats, valid = (self.forward, self.backward), self.method.format_pairs
         if self.in_fp8 and valid and formats not in valid:
             pairs = (f"{a} forward and {b} backward" for a, b in valid)
@@ -79,6 +82,8 @@ class Policy(PrecisionFields):
                 f" precision.scaling={scaled}; found {self.forward}, {self.backward}"
                 f" and {self.scaling}"
             )
+        # The name of a format that truncates ends in t, that of stochastic rounding in
+        # s.
         if self.backward_e4m3 and (self.backward or "").lower()[-1:] in ("s", "t"):
             raise UserError(
                 "precision.backward_e4m3 rounds to nearest, not as"
@@ -114,12 +119,14 @@ class Policy(PrecisionFields):
     def rounding(self) -> Literal["nearest", "stochastic"]:
         """The rounding of the weights' update."""
         if self.weights_rounding == "kahan":
+            # Kahan's compensation is the error of a rounding to nearest.
             return "nearest"
         return self.weights_rounding
 
     @property
     def keeps_kahan_compensation(self) -> bool:
         """Return whether the rounding error of the weights' update is kept (Kahan)."""
+        # FP32 weights are not rounded: there is nothing to keep.
         return self.weights_rounding == "kahan" and self.weights != "fp32"
 
     @property
@@ -128,6 +135,8 @@ class Policy(PrecisionFields):
         and multiply them in 16 bits in the forward pass.
         """
         formats = self.forward, self.backward
+        # Both conditions: a simulated format of 16 bits in blocks is rounded as any
+        # other.
         return self.forward in DTYPES and formats in self.method.format_pairs
 
     @property
@@ -150,6 +159,8 @@ class Policy(PrecisionFields):
 
         `is_narrow`: of the chosen matmuls' weights; else of all others.
         """
+        # Gradients of scaled arrays have the format of the data, whatever `weight_grad`
+        # is.
         if self.scaled and not is_narrow:
             return self.compute
         is_rounded = is_narrow and self.method.rounds_weight_gradients
@@ -172,6 +183,8 @@ class Policy(PrecisionFields):
         """The dtype in which the model's code computes: under `scalify` every array
         looks like FP32.
         """
+        # Traced in FP16, small constants such as an epsilon of 1e-8 would be zero
+        # before `scalify` sees them.
         return DTYPES["fp32" if self.scaled else self.compute]
 
 
