@@ -59,6 +59,8 @@ MOVES = NOT_KERNELS | {
 
 def lane_clocks(program: Program, executed: Executed) -> int:
     """Return the lane clocks of one run of an instruction; 0 for a library's call."""
+    # Its instructions are not in the program, and its time follows from FLOPs and
+    # bytes.
     if executed.instruction.opcode == "custom-call":
         return 0
     return sum(
@@ -78,9 +80,14 @@ def _distinct(
         operands = tuple(
             representatives.get((scope, name), name) for name in instruction.operands
         )
+        # Metadata name the traced operation, which may differ between equal
+        # instructions.
         attributes = instruction.text.partition("metadata=")[0].rstrip(" ,")
         key = (scope, instruction.opcode, instruction.shapes, operands, attributes)
+        # Without operands it may be a parameter or a constant, whose number or literal
+        # is not part of the key: two of them would seem equal.
         name = seen.setdefault(key, instruction.name) if operands else instruction.name
+        # Users of a merged instruction are then equal, too, if the rest of them is.
         representatives[scope, instruction.name] = name
         if name == instruction.name:
             yield instruction, computation
@@ -102,6 +109,7 @@ def clocks_of(instruction: Instruction, computation: Computation) -> int:
         return SPECIAL * elements
     if instruction.opcode == "tanh":
         return TANH * elements
+    # HLO names integers s32, u8 and the like.
     if instruction.shapes[0].dtype[0] in "su":
         return INTEGER * elements
     return elements

@@ -68,11 +68,15 @@ def classes_of(program: Program) -> dict[str, str]:
         for executed in program.executed
     }
     classes = {}
+    # Products and attention come before the question for the update: Muon's has
+    # matmuls.
     for kernel in program.kernels:
         if kernel.kind == "gemm":
             classes[kernel.name] = products[kernel.name]
         elif kernel.kind in ("attention", "collective"):
             classes[kernel.name] = KINDS[kernel.kind]
+        # Kernels whose instruction has no name of a traced operation count with the
+        # update, too.
         elif GRADIENT not in traced[kernel.name]:
             classes[kernel.name] = UPDATE
         else:
