@@ -42,6 +42,7 @@ class Gpu(NamedTuple):
     def from_device(cls, device: jax.Device) -> "Gpu | None":
         """Return the kind of a device; None for a device that is no NVIDIA GPU."""
         capability = str(getattr(device, "compute_capability", ""))
+        # Only CUDA's devices have two numbers here.
         match = re.fullmatch(r"(\d+)\.(\d+)", capability)
         if match is None:
             return None
@@ -52,6 +53,7 @@ class Gpu(NamedTuple):
         empty.
         """
         method = policy.method
+        # Tuples: (10, 0) is more than (8, 9), which floats or strings would not tell.
         if self.capability >= method.capability:
             return ""
         return f"{self.kind} has no {method.kernels} tensor cores"
@@ -104,6 +106,8 @@ def can_be(gemm: Gemm, product: Product) -> bool:
     """
     batch, rows, columns, contracted = gemm.sizes
     same = (min(rows, columns), max(rows, columns)) == product[:2]
+    # Rows and columns are exact. A multiple of the contracted elements is another
+    # product.
     return same and product[2] <= batch * contracted < 2 * product[2]
 
 
@@ -122,9 +126,13 @@ def missing_products(
         joins += possible_joins(list(siblings.values()))
         for products in siblings.values():
             missing.update(products.values())
+    # Ascending, so that an expected matmul takes the least padded of the compiled ones
+    # that can hold it.
     by_contracted = sorted(gemms, key=lambda gemm: gemm.sizes[0] * gemm.sizes[3])
     maybe_single = [g for g in by_contracted if any(can_be(g, p) for p in missing)]
     for gemm in by_contracted:
+        # These have the sizes of no single matmul, so that only a joined one can be
+        # meant: they come first.
         if gemm not in maybe_single:
             take_joined(gemm, missing, joins)
     for product in sorted(missing.elements()):
@@ -157,6 +165,8 @@ def take_joined(gemm: Gemm, missing: Counter[Product], joins: list[set[Join]]) -
     """
     products = joined_in(gemm, missing, sorted(set().union(*joins)))
     if products:
+        # One group of siblings is joined once in a pass: a repeated forward pass would
+        # stand in for matmuls of that size which are not FP8.
         missing.subtract(products)
         joins.remove(next(group for group in joins if products in group))
 
@@ -186,6 +196,7 @@ def joined_in(gemm: Gemm, missing: Counter[Product], joins: Iterable[Join]) -> J
             fits = all(common in p[:2] for p in products) and (
                 sum(sum(p[:2]) - common for p in products) == other
             )
+            # `+` drops counts of zero and below, which are found already.
             if fits and Counter(products) <= +missing:
                 return products
     return ()
@@ -211,6 +222,8 @@ def expected_products(
     expected = {}
     for path in paths:
         inputs, outputs = sizes[path]
+        # Tensor parallelism splits kernels of kind `row` by inputs, all others by
+        # outputs.
         if kinds.get(path) == "row":
             inputs //= tensor
         else:
@@ -221,6 +234,7 @@ def expected_products(
             del products[output]
         if path in frozen:
             del products[weight_gradient]
+            # The gradient of an input is only needed by trained layers before it.
             if not any(can_be(gemm, products[input_gradient]) for gemm in gemms):
                 del products[input_gradient]
         expected[path] = products
@@ -254,6 +268,8 @@ def not_fp8(
     layers = linear_sizes(model.spec)
     not_chosen = skipped_matmuls(model.policy, layers)  # by configuration or widths
     skipped = skipped_matmuls(model.policy, layers, tokens)
+    # A layer that is skipped for the number of tokens alone stays chosen, so that
+    # `require_fp8` refuses the step: another micro-batch would have FP8.
     chosen = [path for path in layers if path not in not_chosen]
     products = expected_products(model, chosen, tokens, program.gemms, frozen, tensor)
     gemms = without_peeled(program.gemms)
@@ -262,12 +278,17 @@ def not_fp8(
     every = [product for layer in products.values() for product in layer.values()]
     siblings: dict[str, dict[str, dict[str, Product]]] = {}
     for path, layer in products.items():
+        # XLA joins matmuls with a common input: layers of one module are taken for
+        # these. By sizes alone two queries of a Qwen3 would pass for queries, keys and
+        # values.
         siblings.setdefault(path.rpartition(".")[0], {})[path] = layer
     missing: set[Product] = set()
     if len(narrow) != len(every):  # more FP8 matmuls where remat repeats a forward pass
         missing = missing_products(siblings.values(), narrow)
 
     def compiled_as(product: Product) -> str:
+        # Sizes that no matmul has may be those of a part of a joined one: then all are
+        # shown.
         like = [gemm for gemm in others if can_be(gemm, product)] or others
         kernels = sorted({f"{gemm.dtype} ({gemm.kernel})" for gemm in like})
         return ", ".join(kernels) or "an unknown kernel"
@@ -299,6 +320,7 @@ def check_device(device: jax.Device, policy: Policy) -> None:
     """Raise UserError for a device without the precision's FP8 matmuls, before anything
     is compiled for it.
     """
+    # A device without CUDA has less than any method needs.
     gpu = Gpu.from_device(device) or Gpu(device.device_kind, (0, 0))
     if lack := gpu.lacks(policy):
         raise UserError(
@@ -321,6 +343,7 @@ def check_attention_device(
     gpu = Gpu.from_device(device)
     if gpu is None or not policy.has_fp8_attention:
         return
+    # In this order: each check is for what is harder to change than the next.
     lack = gpu.lacks_attention() or cudnn_fp8_attention.wrong_jax()
     if not is_described:
         lack = lack or cudnn_fp8_attention.wrong_cudnn(gpu.capability[0])
@@ -364,7 +387,9 @@ def check_step(
     layers = not_fp8(model, program, tokens, gpu, frozen, tensor)
     share = fp8_share(program)
     wide = [call for call in program.attentions if not call.is_narrow]
+    # Attention may be compiled without a fused call: then there is none to look at.
     lost = model.policy.has_fp8_attention and (wide or not program.attentions)
+    # Layers that nobody chose are not FP8 by intent.
     broken = [
         layer for layer in layers if layer.is_chosen and not model.policy.simulate
     ]
