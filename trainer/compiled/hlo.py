@@ -93,10 +93,12 @@ class Program:
         current: Computation | None = None
         for line in text.splitlines():
             if current is None:
+                # Computations are not nested in the text: they call each other by name.
                 header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
                 if header:
                     current = self.computations.setdefault(header[2], {})
                     entry = header[2] if header[1] else entry
+            # Only a brace in the first column ends a computation.
             elif line.startswith("}"):
                 current = None
             else:
@@ -123,6 +125,7 @@ class Program:
                 body = re.search(r"body=%([^\s,}]+)", instruction.text)
                 assert body is not None
                 yield from self._executed(self.computations[body[1]], iterations)
+            # Branch 0 is that of a false predicate: no guess was wrong.
             elif instruction.opcode == "conditional" and RERUN in instruction.op_name:
                 yield from self._executed(
                     self.computations[instruction.first_branch], times
@@ -160,11 +163,15 @@ class Program:
         dims: Contraction,
     ) -> Gemm:
         lhs, rhs = (computation[name].shapes[0] for name in product.operands[:2])
+        # A product in a fusion has no target: the generator of the fusion is its
+        # kernel.
         kernel = product.target or fusion_kind(executed.instruction) or product.opcode
         wide = max(lhs.dtype, rhs.dtype, key=bits)
         # The operands of the kernel decide, not what it converts them to: it is FP8
         # only where both are.
         dtype = NARROW_NAMES.get(bits(wide)) or DTYPE_NAMES.get(wide, wide)
+        # Where XLA's passes left a product without a name, the kernel around it may
+        # have one.
         op_name = product.op_name or executed.instruction.op_name
         sizes = dims.sizes(lhs.dims, rhs.dims)
         return Gemm(
@@ -215,6 +222,8 @@ class Program:
         kernels = []
         for executed in self.executed:
             opcode = executed.instruction.opcode
+            # An asynchronous operation counts where it starts; the end of it only
+            # waits.
             if opcode not in NOT_KERNELS and not opcode.endswith("-done"):
                 size = self._traffic(executed)
                 name = executed.instruction.name
@@ -226,9 +235,11 @@ class Program:
         """Return whether a kernel writes an array and its transpose."""
         transposes = sum(i.opcode == "transpose" for i, _ in self.inside(executed))
         shapes = executed.instruction.shapes
+        # With a transpose for each result there would be one order only.
         return 0 < transposes < len(shapes) and any(
             a.dtype == b.dtype
             and math.prod(a.dims) == math.prod(b.dims)
+            # A square matrix and its transpose have the same sizes.
             and (a.dims != b.dims or a.dims[0] == a.dims[-1])
             for a, b in itertools.combinations(shapes, 2)
         )
@@ -237,6 +248,8 @@ class Program:
         instruction = executed.instruction
         if size <= TINY:
             return "tiny"
+        # The first that is inside decides: a reduction that also casts has the rate of
+        # reductions.
         inside = {i.opcode for i, _ in self.inside(executed)}
         if "reduce" in inside or "reduce-window" in inside:
             return "reduce"
@@ -260,6 +273,7 @@ class Program:
         if not instruction.is_fusion:
             written = bytes_written(instruction)
             read = sum(computation[name].bytes for name in operands)
+            # XLA updates in place: it reads the update and writes as much.
             if instruction.opcode == "dynamic-update-slice":
                 return 2 * computation[instruction.operands[1]].bytes
             if instruction.opcode in ("dynamic-slice", "slice", "gather"):

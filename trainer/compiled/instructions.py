@@ -46,11 +46,13 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes in memory."""
+        # Rounded up: two elements of four bits share a byte.
         return -(-self.elements * bits(self.dtype) // 8)
 
 
 def bits(dtype: str) -> int:
     """Return the bits of an element: 8 for `f8e4m3fn` and `pred`, 0 for tokens."""
+    # The digits behind the first letters are the bits, also of f8e4m3fn and f4e2m1fn.
     match = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
     if match:
         return int(match[1])
@@ -81,6 +83,7 @@ class Instruction:
         _, separator, rest = self.text.partition("backend_config=")
         if not separator or not rest.startswith("{"):
             return {}
+        # `raw_decode`, since other attributes may follow the object.
         config, _ = json.JSONDecoder().raw_decode(rest)
         return config
 
@@ -111,6 +114,7 @@ class Instruction:
     @cached_property
     def called(self) -> list[str]:
         """Names of the computations that it calls, including those of reductions."""
+        # Most instructions call nothing, and each is asked.
         if "=%" not in self.text and "branch_computations" not in self.text:
             return []
         names = re.findall(
@@ -153,6 +157,7 @@ def parse_instruction(line: str) -> Instruction | None:
     if not match:
         return None
     start = match.end()
+    # The type of a tuple has spaces and comments such as `/*index=5*/`.
     stop = closing(line, start) if line[start] == "(" else line.index(" ", start)
     opening = line.index("(", stop)
     end = closing(line, opening)
