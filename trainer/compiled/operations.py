@@ -151,15 +151,18 @@ class Contraction(NamedTuple):
 def contraction(instruction: Instruction) -> Contraction | None:
     """Return the axes of a matmul; None for another instruction."""
     names = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
+    # Triton's products are dots in a fusion, cuBLASLt's and cuDNN's are custom calls.
     if instruction.opcode in ("dot", "scaled-dot"):
         axes = []
         for name in names:
             match = re.search(rf"{name}_dims=\{{([\d,]*)\}}", instruction.text)
+            # HLO leaves out axes where there are none, such as those of a batch.
             axes.append(_numbers(match[1].split(",") if match else ()))
         return Contraction(*axes)
     if instruction.opcode == "custom-call" and instruction.target.startswith(
         "__cublas"
     ):
+        # For a custom call the axes are only in the backend's configuration.
         dims = instruction.config["gemm_backend_config"]["dot_dimension_numbers"]
         return Contraction(
             *(_numbers(dims.get(f"{name}_dimensions", ())) for name in names)
@@ -184,6 +187,8 @@ def attention(
     """Return the description of a fused attention's call."""
     config = instruction.config["cudnn_fmha_backend_config"]
     query = computation[instruction.operands[0]].shapes[0]
+    # The sizes of the logits: those of the operands depend on the layout, and for
+    # grouped queries have other heads.
     batch, heads, queries, keys = (
         int(d) for d in config["intermediate_tensor_shape"]["dimensions"]
     )
@@ -217,6 +222,8 @@ def collective_bytes(
     results = instruction.shapes[-len(operands) :]
     sizes: dict[str, int] = {}
     for operand, result in zip(operands, results, strict=True):
+        # The larger is the full array: the result of an all-gather, the operand of a
+        # reduce-scatter.
         sizes[operand.dtype] = sizes.get(operand.dtype, 0) + max(
             operand.bytes, result.bytes
         )
@@ -225,6 +232,8 @@ def collective_bytes(
 
 def group_size(instruction: Instruction) -> int:
     """Return the devices of each group of a collective; 0: all of them."""
+    # XLA writes groups in three ways: by the axes of a mesh, as numbers in order, or
+    # listed.
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text)
     if mesh:
         axes = {
@@ -270,12 +279,14 @@ def fusion_reads(body: Computation) -> int:
 
 def fusion_writes(body: Computation) -> int:
     """Return the bytes of a fusion's results; of arrays updated in place, the part."""
+    # The root is the last instruction of a computation's text.
     *_, root = body.values()
     outputs = (
         [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
     total = 0
     for output in outputs:
+        # The update in place may stand behind a change of the layout.
         while output.opcode in ("bitcast", "copy") and len(output.operands) == 1:
             output = body[output.operands[0]]
         in_place = output.opcode == "dynamic-update-slice"
@@ -288,6 +299,7 @@ def bytes_written(instruction: Instruction) -> int:
 
     The workspace is memory, not traffic.
     """
+    # cuBLASLt's calls return 32 MiB of bytes beside their result.
     library = instruction.opcode in ("custom-call", "get-tuple-element")
     return sum(
         shape.bytes

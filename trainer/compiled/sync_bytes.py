@@ -48,8 +48,11 @@ class SyncBytes(NamedTuple):
         """Return the bytes of the syncs in the first `step` steps."""
         settings, total = self.settings, 0.0
         for fragment, size in enumerate(self.fragments):
+            # Fragments sync at equal distances within a round. The first has place 0:
+            # step 0 has no sync, so it starts a full round later.
             place = fragment * settings.sync_every // settings.fragments
             count = (step - place) // settings.sync_every + (place > 0)
+            # All fragments sync at the last step, whatever their place.
             is_extra = (
                 step == settings.last_step and step % settings.sync_every != place
             )
@@ -71,9 +74,11 @@ def sync_bytes_of(task: TrainTask, step: DiLoCoStep | None = None) -> SyncBytes:
     trained = task.select_trained(task.model.training.shapes)
     sizes = [p.size for p in jax.tree.leaves(trained)]
     replicas = settings.num_replicas
+    # Of an all-reduce on a ring, as in `Collective.sent`.
     ring = 2 * (replicas - 1) / replicas
     every_step = 4.0 * ring * sum(sizes)
     devices = task.mesh.size
+    # Only then does all that a device sends go to another replica.
     if step is not None and task.mesh.shape[REPLICA] == devices == replicas:
         sent = tuple(bytes_sent(sync, devices) for sync in step.syncs)
         return SyncBytes(sent, every_step, settings, are_compiled=True)
