@@ -91,6 +91,8 @@ def check_packages() -> None:
                 f" installed; {how_to_install('plan')} (needs no GPU), or: pip install"
                 f" {' '.join(PACKAGES)}"
             ) from None
+    # Only JAX's own packages are released with its version. A plugin of another one may
+    # not load, or compile otherwise.
     for package in PACKAGES[:2]:
         if versions[package] != jax.__version__:
             raise UserError(
@@ -121,6 +123,8 @@ def lower_for_target(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowe
     target's description is returned.
     """
     version_check = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    # unittest.mock refuses a name that the module lacks: a JAX that renames this
+    # private function fails here, in words.
     with unittest.mock.patch(version_check, return_value=CUDNN_VERSION):
         return lower()
 
@@ -131,6 +135,7 @@ def no_compilation_cache() -> Iterator[None]:
 
     The cache cannot read such a program without its devices.
     """
+    # No compilation takes so long, so nothing is written.
     name = "jax_persistent_cache_min_compile_time_secs"
     saved = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -153,6 +158,8 @@ def compile_for_target(
             compiler_options={
                 **OPTIONS,
                 **options,
+                # Of a compilation without devices only the dumps have the addresses and
+                # live ranges of buffers: `memory_analysis` has an empty proto.
                 "xla_dump_to": directory,
                 "xla_gpu_cuda_data_dir": str(make_cuda_stub(dumps / "cuda")),
                 "xla_dump_hlo_as_text": True,
@@ -178,6 +185,8 @@ def make_cuda_stub(directory: Path) -> Path:
     package = importlib.metadata.distribution("nvidia-cuda-nvcc")
     cuda = Path(str(package.locate_file("nvidia/cu13")))
     (directory / "bin").mkdir(parents=True)
+    # XLA links CUDA's device functions, such as those of special functions, before it
+    # calls the assembler.
     (directory / "nvvm").symlink_to(cuda / "nvvm")
     assembler = directory / "bin" / "ptxas"
     ptxas = shlex.quote(str(cuda / "bin" / "ptxas"))
@@ -189,6 +198,7 @@ def make_cuda_stub(directory: Path) -> Path:
 def read_dump(directory: Path, name: str) -> str:
     """Return the text of XLA's dump of this name."""
     files = list(directory.glob(f"*gpu_after_optimizations-{name}.txt"))
+    # More than one file means two programs in one directory, as by two threads.
     assert len(files) == 1, f"XLA wrote {len(files)} files {name}"
     return files[0].read_text()
 
@@ -218,6 +228,8 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
     for line in assignment.splitlines():
         if line.startswith("allocation"):
             allocation += 1
+            # Arguments and results have allocations of their own, which are counted by
+            # their names.
             is_temporary = line.endswith("preallocated-temp:")
             continue
         match = BUFFER.match(line) if is_temporary else None
@@ -225,12 +237,15 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
             name, size, offset, dtype, dims = match.groups()
             shape = Shape(dtype, tuple(map(int, dims.split(","))) if dims else ())
             buffer = Buffer(name, shape, int(size))
+            # The live ranges write the index of each value in its instruction, `{}` for
+            # the whole.
             key = name if name.endswith("}") else name + "{}"
             buffers[key] = ((allocation, int(offset)), buffer)
     starts_and_ends: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for name, first, last in LIVE_RANGE.findall(live_ranges):
         if name in buffers:
             starts_and_ends[int(first)].append((1, name))
+            # A value is live up to and with its last time.
             starts_and_ends[int(last) + 1].append((-1, name))
     live: dict[tuple[tuple[int, int], int], list[Buffer]] = defaultdict(list)
     total = 0
