@@ -63,7 +63,9 @@ WIDTHS: dict[str, Any] = {
 
 def gemm_seconds(flops: float, dtype: str, target: Target) -> float:
     """Return the time at the peak rate of a dtype; 16-bit's where FP8 has none."""
+    # FP16 has the rate of BF16.
     width = WIDTHS.get(dtype, jnp.bfloat16)
+    # For a GPU without tensor cores of the width XLA multiplies widened operands.
     rate = peak_flops(target.device, width) or peak_flops(target.device, jnp.bfloat16)
     assert rate is not None, f"no peak rate of {target.device}"
     return flops / rate
@@ -87,6 +89,7 @@ def kernel_rooflines(program: Program, target: Target) -> list[tuple[Kernel, flo
     """
     busy: dict[str, float] = defaultdict(float)
     for gemm in program.gemms:
+        # A kernel may hold several products.
         busy[gemm.name] += gemm_seconds(gemm.flops / gemm.times, gemm.dtype, target)
     for call in program.attentions:
         busy[call.name] += attention_seconds(call, target)
@@ -137,6 +140,7 @@ def extrapolate(
 ) -> Figures:
     """Return figures at `depth` layers from those at two depths, linearly."""
     factor = (depth - depths[0]) / (depths[1] - depths[0])
+    # A kind of kernel may be missing at one of the depths: it counts 0 there.
     names = dict.fromkeys([*near, *far])
     return {
         name: near.get(name, 0) + (far.get(name, 0) - near.get(name, 0)) * factor
