@@ -143,6 +143,7 @@ def is_extrapolated(
 
     Patterns that choose layers by number have no counterpart at another depth.
     """
+    # At another depth `h.11.*` is another block, or none.
     patterns = (
         *policy.fp8_modules,
         *policy.exclude,
@@ -151,6 +152,7 @@ def is_extrapolated(
     )
     if any(BLOCK_NUMBER.match(pattern) for pattern in patterns):
         return False
+    # A scanned model has one block to compile at any depth.
     return not (exact or spec.scan_layers or spec.n_layer <= MAX_EXACT_LAYERS)
 
 
@@ -184,13 +186,17 @@ def measure(
 
     def submit(model: Model) -> Future[Compiled]:
         step = functools.partial(lower_step, task._replace(model=model), tokens)
+        # The options of training: with others XLA chooses other kernels.
         options = gpu_options(policy, task.kernels)
+        # Lowered here and not in the pool: `lower_for_target` patches JAX for all
+        # threads.
         return pool.submit(compile_for_target, lower_for_target(step), options)
 
     # The deepest model takes longest, so it starts first.
     running = [submit(model) for model in reversed(models)][::-1]
 
     minutes = 0
+    # A deep model compiles for minutes, in which nothing else is printed.
     while wait_for(running, LOG_SECONDS).not_done:
         minutes += 1
         log(f"  still compiling after {minutes} min")
@@ -242,6 +248,8 @@ def largest_that_fits(
     Returns:
       the largest that fits (0: none), after `TRIES` measurements at most.
     """
+    # The memory without a batch is known without a compilation, and gives the first
+    # line its second point.
     sizes: dict[int, float] = {0: constant, first: need(first)}
     while True:
         fits = max((b for b in sizes if sizes[b] <= limit), default=0)
@@ -252,8 +260,12 @@ def largest_that_fits(
         if fails - 1 <= fits * (1 + slack) or tries == TRIES:
             return BatchSizeBounds(fits, fails - 1 if fails <= MAX_SEARCHED else None)
         low, high = fits, fails
+        # One side is still open: the line goes through the two sizes whose needs are
+        # nearest to the limit.
         if not fits or fails > MAX_SEARCHED:
             low, high = sorted(sorted(sizes, key=lambda b: abs(sizes[b] - limit))[:2])
+        # At least 1: where a larger batch takes no more memory, as workspace may, the
+        # slope would be 0 or negative.
         slope = max((sizes[high] - sizes[low]) / (high - low), 1)
         guess = low + int((limit - sizes[low]) / slope)
         if tries >= 4 and tries % 2 == 0:
@@ -315,6 +327,7 @@ class StepPlan(NamedTuple):
             keys.append("micro_batch=1")
         if self.spec.remat != "block":
             keys.append("model.remat=block")
+        # Wide ends need blocks that are not scanned.
         can_scan = self.task.model.policy.wide_ends is None
         fsdp = self.task.mesh.shape["fsdp"]
         if fsdp > 1 and not self.spec.scan_layers and can_scan:
@@ -360,6 +373,8 @@ class StepPlan(NamedTuple):
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
         is_fp32 = self.task.model.policy.compute == "fp32"
         width: Any = jnp.float32 if is_fp32 else jnp.bfloat16
+        # The peak of 16 bits also for FP8: so MFUs of all precisions compare, as in
+        # training.
         peak = peak_flops(self.hardware.target.device, width)
         assert peak is not None
         flops_per_token = self.task.flops_per_token
@@ -499,7 +514,11 @@ def plan_step(
             layers=layers,
             largest=None,
         )
+        # A comparison and a search compile for minutes: who only asks whether it fits
+        # has read the answer by then.
         on_first_plan(plan)
+        # A step that does not fit is not compared: its speed is of no use, and bf16
+        # takes minutes.
         if bf16 is not None and plan.fits:
             compared = measure_and_log(bf16, sequences, "the same in bf16, to compare")
             plan = plan._replace(bf16=compared)
@@ -507,6 +526,7 @@ def plan_step(
             return plan
 
         def need(b: int) -> int:
+            # Measured above.
             if b == sequences:
                 return measured.peak
             return measure_and_log(task, b, "the step, in search of the largest").peak
