@@ -66,6 +66,7 @@ def build_model(
     `matmul_rows`: `Model.rows`. `custom_model` replaces the layers that `config`
     describes.
     """
+    # More rows than ids are allowed: published models pad their tables.
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         if config.name == inherited.FROM_INIT:
             raise UserError(
@@ -129,6 +130,7 @@ def check_task(task: TrainTask) -> None:
     """
     check_split(task.model, task.mesh)
     device = task.mesh.devices.flat[0]
+    # The mesh of a plan has devices of a description, on which nothing runs.
     is_plan_target = device not in jax.devices()
     check_attention_device(device, task.model.policy, is_described=is_plan_target)
     try:
@@ -165,6 +167,7 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
 def check_split(model: Model, mesh: Mesh) -> None:
     """Raise UserError for a mesh over which the model cannot be split."""
     spec, fsdp, tensor = model.spec, mesh.shape["fsdp"], mesh.shape["tensor"]
+    # Most weights have an axis of this length, which the mesh splits.
     if spec.d_model % (fsdp * tensor):
         raise UserError(
             f"parallel.fsdp={fsdp} x parallel.tensor={tensor} does not divide"
@@ -233,11 +236,15 @@ def build_workload(
       UserError: parts of the configuration do not fit together.
     """
     mesh = build_mesh(c)
+    # Before the data are prepared, which may take hours.
     if c.precision.require_fp8:
         check_device(mesh.devices.flat[0], c.precision.policy)
     if custom_model is None:  # before data is prepared
         check_fp8_attention(c.model.spec(vocab_size=1), c.precision)
+    # A validation text shorter than a batch is cut into fewer rows, which must still be
+    # split into all parts.
     batch_parts = c.train.grad_accum_steps * shards_of_batch(c, mesh)
+    # resume=RUN takes the settings of a run, which somebody else may have written.
     is_saved = is_saved or c.resume.source not in ("auto", "none")
     with column_names_hidden() if is_saved else contextlib.nullcontext():
         data = build_data(c, custom_data, batch_parts, may_fetch=not is_saved)
@@ -281,6 +288,7 @@ def build_phases(
     for start, until, config in phases_of(c):
         task = workload.task
         policy, trainable = config.precision.policy, config.train.trainable or ()
+        # Phases that differ in the schedule alone share one task.
         if (policy, trainable) != (task.model.policy, task.trainable):
             task = task.in_precision(policy)._replace(trainable=trainable)
             check_task(task)
@@ -347,6 +355,7 @@ def build_learning_rates(c: schema.Config) -> LearningRates:
     ends = [phase.until for phase in phases[:-1]]
 
     def rates_of(step: np.ndarray) -> np.ndarray:
+        # Steps arrive in ascending blocks, which may reach beyond the last phase.
         rates = [
             learning_rates(
                 step=part - start,
@@ -395,6 +404,8 @@ def build_throughput(c: schema.Config, w: Workload) -> Throughput:
     return Throughput(
         tokens_per_step=c.trained_tokens,
         flops_per_token=w.task.flops_per_token,
+        # The peak of the compute format, so that MFU compares precisions; in FP8 it may
+        # exceed 1.
         peak_flops=peak_flops(
             w.mesh.devices.flat[0].device_kind, DTYPES[c.precision.compute]
         ),
@@ -416,6 +427,7 @@ def check_fp8(
     """
     gpu = Gpu.from_device(task.mesh.devices.flat[0])
     policy = c.precision.policy
+    # Other platforms emulate FP8, and their programs have no FP8 kernels to count.
     if gpu is None or (policy.forward is None and not policy.has_fp8_attention):
         return None
     return check_step(
@@ -457,6 +469,7 @@ def build_watchdog(
     """
     loss_scale_skips = METHODS[scaling].loss_scale_skips
     bounds = Bounds(
+        # A dynamic loss scale starts too high and skips steps until it fits.
         max_skips=c.max_skips + loss_scale_skips,
         spike_zscore=c.spike_zscore,
         spike_window=c.spike_window,

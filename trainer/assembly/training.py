@@ -99,6 +99,7 @@ def run(
       The exit code, and the loop as it ended; None after a dry run.
     """
     console = set_up_process(config)
+    # Before RunDir: a dry run neither makes nor locks a directory.
     if config.dry_run:
         describe_only(build_phases(config, hooks.data, hooks.make_model), console)
         return 0, None
@@ -118,6 +119,7 @@ def run(
                 while True:  # one iteration for each training phase
                     loop = build_loop(config, phases, hooks, session, checkpoint)
                     ending.exit_code = train(loop)
+                    # A signal or a divergence ends the run in the middle of a phase.
                     if ending.exit_code or loop.step >= config.train.steps:
                         break
                     checkpoint = end_of_phase(loop)
@@ -132,11 +134,15 @@ def run(
 
 def set_up_process(config: schema.Config) -> Output:
     """Prepare JAX, and join the other processes of the run; return the console."""
+    # The tracker itself starts only after the data are prepared.
     if config.tracker.kind == "tensorboard":
         check_installed()
     prepare_jax()
     if config.has_processes:
+        # JAX's settings come from each host's environment, so equal arguments do not
+        # make them equal.
         start_processes(to_tree(config) | {"environment": numeric_settings()})
+    # Every process runs this; one of them speaks.
     console = Output(soft_wrap=True, quiet=jax.process_index() > 0)
     warning = use_compilation_cache(config.compile_cache)
     if warning is not None:
@@ -219,8 +225,10 @@ def open_session(
     if checkpoint.step and not checkpoint.is_fork:
         check_trained_with(directory.path, checkpoint.meta["config"], to_tree(config))
         is_over = checkpoint.step >= config.train.steps
+        # An unfinished end runs its callbacks again, with the settings of now.
         if is_over and checkpoint.meta.get("unfinished") is None:
             directory.check_no_effect_after_end(checkpoint.step, to_tree(config))
+    # Before `record_start`, whose facts include the changes of the schedule.
     checkpoint, change = with_schedule_change(config, checkpoint)
     record_start(config, workload, directory, checkpoint, overrides)
     phase = phases.phase_after(checkpoint)
@@ -234,6 +242,7 @@ def open_session(
         *other_machine,
     ]:
         display.message(line)
+    # The display is lost with the terminal; trackers keep events beside the curves.
     events = [f"forked from {checkpoint.origin}"] if checkpoint.is_fork else []
     events += other_machine
     is_over = checkpoint.step >= config.train.steps
@@ -267,15 +276,19 @@ def record_start(
 ) -> None:
     """Write config.yaml, environment.txt and the tokenizer into the run directory."""
     run_dir, data = directory.path, workload.data
+    # In this order: `raise_together` sends UserErrors alone to the other processes, and
+    # a full disk is one only after `explain_full_disk`.
     with raise_together(), explain_full_disk(run_dir):
         directory.write_config(to_tree(config))
         directory.set_results_aside(
+            # The step is of a checkpoint in this directory, and a fork's is in another.
             0 if checkpoint.is_fork else checkpoint.step,
             draws_pictures=bool(config.metrics.numerics_every)
             and config.tracker.kind != "none",
         )
         final = tokens_read(data.val, config.train.final_eval_batches)
         facts = facts_of(workload) | recorded_origin(config, checkpoint)
+        # Comparisons of runs take it for validations whose rows lack val/tokens.
         facts[FINAL_VALIDATION] = f"{final:,}"
         write_environment(run_dir, facts, overrides)
         if jax.process_index() == 0:
@@ -361,6 +374,8 @@ def finish_session(session: Session) -> Iterator[Ending]:
         except UserError as error:
             ending.exit_code = error.exit_code
             raise
+        # A file's error becomes a UserError further out, after the tracker has finished
+        # with this code.
         except OSError:
             ending.exit_code = UserError.exit_code
             raise
@@ -425,7 +440,10 @@ def build_loop(
         plan=PhasePlan(
             steps=run_config.train.steps,
             phase_end=phase.until,
+            # Not of `phase_config`: it has no phases, so its rates would span the whole
+            # run.
             learning_rates=build_learning_rates(run_config),
+            # The compiled step takes this dtype and no other.
             seed=np.uint32(workload.seed),
             log_every=run_config.train.log_every,
             profile=(profile[0], profile[1]) if profile else None,
@@ -443,12 +461,14 @@ def build_loop(
             session.display.message,
             hooks.callbacks,
             totals=totals,
+            # A program's tracker gets rows with tracker=none, too.
             tracked=run_config.tracker.kind != "none" or hooks.tracker is not None,
         ),
         recovery=Recovery(
             watchdog=build_watchdog(
                 phase_config.watchdog,
                 phase_config.precision.scaling,
+                # The data and the scale of a ScaledArray are one weight, with one name.
                 leaf_names(task.select_trained(state.params), is_scaled_array),
                 checkpoint.meta.get("watchdog"),
             ),
@@ -460,6 +480,7 @@ def build_loop(
         meta=phase_meta(run_config, workload)
         | {
             "tracker_id": session.tracker.id,
+            # Each checkpoint repeats it, so that a resumed fork still names its origin.
             "forked": checkpoint.meta.get("forked"),
             "schedule_changes": checkpoint.meta.get("schedule_changes") or [],
         },
@@ -473,6 +494,7 @@ def build_loop(
 
 def start_phase(phases: Phases, phase: TrainingPhase, session: Session) -> None:
     """Record a phase in environment.txt, and print a line about it."""
+    # `record_start` has written the facts of the first.
     if phase is not phases.first:
         add_facts(session.run_dir, facts_of(phase.workload))
     for line in describe_phase(phases, phase):
@@ -509,12 +531,15 @@ def phase_meta(config: schema.Config, workload: Workload) -> dict[str, Any]:
         "trainable": list(workload.task.trainable),
         "model": architecture(model.spec),
         "precision": dataclasses.asdict(model.policy),
+        # They decide which matmuls are in FP8, also when one device evaluates the run.
         "rows": model.rows,
+        # Losses of other rows are of another text, and are not compared for step=best.
         "validation_rows": workload.data.val.batch_size,
         "data": workload.data.manifest.fingerprint,
         "data_content": workload.data.manifest.content,
         "tokenizer": tokenizer.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
+        # A resume may differ in these two; `describe_other_machine` says so.
         "devices": describe_mesh(workload.mesh),
         "settings": numeric_settings(),
     }
