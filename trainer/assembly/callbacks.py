@@ -64,11 +64,13 @@ def build_callbacks(
       UserError: two callbacks have one name.
     """
     eval_every = c.train.eval_every
+    # They need a second compiled step, and nobody would read the figures.
     numerics_every = c.metrics.numerics_every if tracked else 0
     callbacks = []
     if numerics_every:
         figures = log_first_duration(build_numerics(c, w), NUMERICS, log)
         callbacks.append(builtin.numerics(numerics_every, figures))
+    # Before the checkpoint, which stores the loss by which keep_best chooses.
     callbacks.append(builtin.evaluation(eval_every, Validation(c, w, log)))
     train_data = w.data.train
     if isinstance(train_data, Mixture):
@@ -95,6 +97,7 @@ def build_callbacks(
         format_name_for = functools.partial(format_name, w.task.model)
         callbacks.append(builtin.pictures(c.checkpoint.every, format_name_for))
     callbacks.append(builtin.checkpoint(c.checkpoint.every))
+    # Messages and measured pauses name a callback by it.
     for name, times in Counter(callback.name for callback in callbacks).items():
         if times > 1:
             raise UserError(
@@ -128,6 +131,7 @@ class Validation:
         self, c: schema.Config, w: Workload, log: Callable[[str], None]
     ) -> None:
         self._train, self._data, self._mesh = c.train, w.data, w.mesh
+        # Decoding the text takes long, and every validation reads the same batches.
         self._bytes_per_token = functools.cache(functools.partial(bytes_per_token, w))
         self._eval_step = log_first_duration(jitted_eval_step(w.task), VALIDATION, log)
 
@@ -141,6 +145,8 @@ class Validation:
         if result is None:
             return None
         result.row["val/tokens"] = tokens_read(self._data.val, batches)
+        # Of equal length at every step, so that a source's curve has no jump at the
+        # end.
         for name, loader in self._data.sources.items():
             source = self._mean(loader, state, train.eval_batches, should_stop)
             if source is None:
@@ -169,6 +175,7 @@ class Validation:
             self._eval_step,
             state,
             batches,
+            # The loss by which step=best compares the final validation with the others.
             common_batches=train.eval_batches,
             bytes_per_token=self._bytes_per_token(loader, count),
             should_stop=should_stop,
@@ -197,6 +204,7 @@ def build_tasks(
     assert c.eval.tasks is not None
     tasks = choose_tasks(c.eval.tasks, w.data.first_documents, limit=c.eval.limit)
     eval_model = EvalModel(w.task, w.data.tokenizer, c.eval.batch_size or BATCH)
+    # Otherwise a long item would end the run hours later, at the first scores.
     for item in itertools.chain(*tasks.items.values()):
         for choice in item.choices:
             eval_model.check_fits(item.context, choice)  # before the first step
@@ -221,5 +229,6 @@ def build_sample(
     `before_window`: see `Generator`.
     """
     settings = dataclasses.asdict(c.sample)
+    # The callback's interval; the sampler has no such argument.
     del settings["every"]
     return make_sample(w.task, w.data.tokenizer, **settings, seed=c.seed)

@@ -92,6 +92,8 @@ def build_data(
         if c.data.source == "mix":
             return open_mixture(c, row_multiple)
         source = build_source(c.data, may_fetch=may_fetch)
+    # `Batches` are a protocol without `__iter__`; an object that has it counts as
+    # texts.
     elif isinstance(custom, Iterable):
         if c.data.cache_dir is None:
             raise UserError(
@@ -138,12 +140,14 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
     A tokenizer whose files are gone is replaced by the run's copy.
     """
     start_dir = start_directory(c, run_dir)
+    # Absolute, because the working directory changes below.
     tokenizer_copy = vocabulary_file(Path(os.path.abspath(run_dir)))
     data, tokenizer = c.data, c.data.tokenizer
     if start_dir != Path.cwd():
         # Loaders open shards later, when the working directory is the caller's again.
 
         def absolute(path: str | None) -> str | None:
+            # `/` keeps a path that is absolute already.
             return path and str(start_dir / path_of(path))
 
         data = dataclasses.replace(
@@ -182,6 +186,8 @@ def loader_settings(c: schema.Config, row_multiple: int) -> dict[str, Any]:
 
 def prepare_source(source: Source, c: schema.Data) -> Path:
     """Return the prepared directory of a source; prepare it if there is none."""
+    # Nothing is prepared, but its manifest is compared with the tokenizer that is asked
+    # for.
     if isinstance(source, PreparedSource):
         return check_prepared(source.directory, c.tokenizer)
     assert c.cache_dir is not None
@@ -206,6 +212,7 @@ def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
     stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)
     sources: list[Source] = []
     for path in data.sources:
+        # A manifest tells a prepared directory from a directory of text.
         if (Path(path) / MANIFEST).is_file():
             sources.append(PreparedSource(Path(path)))
         else:
@@ -237,6 +244,7 @@ def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
     val = Mixture.for_validation(
         validation,
         manifest,
+        # Shares that change between validations would bend the curve of the loss.
         stages[-1],
         batch_size=c.batch_size,
         row_multiple=row_multiple,
