@@ -79,6 +79,7 @@ def _check_steps(c: Config) -> None:
             " batches of every other validation, because step=best compares their"
             " losses"
         )
+    # A stage that never begins would leave another mixture, in silence.
     for stage in c.data.stages or ():
         if stage and stage[0] >= c.train.steps:
             raise UserError(
@@ -92,6 +93,7 @@ def _check_steps(c: Config) -> None:
             f" schedule.decay_fraction={c.schedule.decay_fraction}: the learning rate"
             " never decays; their sum must be at most 1"
         )
+    # Both ends count, and steps are counted from 1 here, as in the log.
     if c.profile.steps is not None:
         steps = c.profile.steps
         if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= c.train.steps:
@@ -103,12 +105,14 @@ def _check_steps(c: Config) -> None:
 
 def _check_precision(c: Config) -> None:
     """Raise UserError for FP8 where it cannot be."""
+    # Ignoring the mask would let documents attend to each other in silence.
     if c.precision.attention is not None and c.data.document_mask:
         raise UserError(
             f"precision.attention={c.precision.attention} with data.document_mask=true:"
             " FP8 attention has no mask of documents; set data.document_mask=false, or"
             " leave precision.attention out"
         )
+    # `check_fp8` would look for nothing, and the key would be ignored.
     has_fp8 = c.precision.forward is not None or c.precision.has_fp8_attention
     if c.precision.require_fp8 and not has_fp8:
         raise UserError(
@@ -124,11 +128,14 @@ def _check_parallel(parallel: Parallel) -> None:
     for name in ("data", "fsdp", "tensor"):
         if getattr(parallel, name) == -1:
             remaining.append(f"parallel.{name}=-1")
+    # The number of devices fixes one size alone.
     if len(remaining) > 1:
         raise UserError(
             f"{', '.join(remaining)}: only one axis can be -1 (all remaining devices);"
             " set parallel.data=1 to shard the state over all devices"
         )
+    # Refused rather than one of them ignored: both say in which format gradients are
+    # sent.
     if parallel.deterministic_reduce and parallel.reduce != "fp32":
         raise UserError(
             "parallel.deterministic_reduce=true sums in FP32, but"
@@ -158,6 +165,8 @@ def _check_diloco(c: Config) -> None:
     d = c.diloco
     if d.replicas is None:
         ignored = _non_null_keys("diloco", d)
+        # Ignored keys would leave a user with other training than the command line
+        # says.
         if ignored:
             raise UserError(
                 f"{ignored} has no effect without diloco.replicas; add parallel=diloco,"
@@ -196,12 +205,14 @@ def _check_replicas(c: Config, replicas: int) -> None:
             "precision.weights_rounding=kahan keeps the rounding error of one set of"
             f" weights, not of diloco.replicas={replicas} replicas; choose stochastic"
         )
+    # Null means all replicas, which cannot exceed them.
     quorum = c.diloco.quorum or 1
     if quorum > replicas:
         raise UserError(
             f"diloco.quorum={quorum} exceeds diloco.replicas={replicas}; valid: quorum"
             f" 1..{replicas}"
         )
+    # The schema allows 0 and more; the time of an exchange is divided by it.
     if c.diloco.bandwidth_gbps == 0:
         raise UserError(
             "diloco.bandwidth_gbps=0: expected gigabits a second of the network, or"
@@ -236,17 +247,20 @@ def _check_replica_data(c: Config, replicas: int) -> None:
     """Raise UserError for batches or sources that replicas cannot share."""
     data = c.data
     if c.diloco.data == "sources":
+        # Replica k reads source k, so there is one for each and none left over.
         if data.source != "mix" or len(data.sources or ()) != replicas:
             raise UserError(
                 f"diloco.data=sources gives each of diloco.replicas={replicas} replicas"
                 " its own source; choose data=mix with as many data.sources, or"
                 " diloco.data=split"
             )
+        # Each replica has an equal part of every batch, and all of it is of its source.
         if len(set(data.weights or ())) > 1 or data.stages:
             raise UserError(
                 "diloco.data=sources uses all sources equally; leave out data.weights"
                 " and data.stages, or choose diloco.data=split"
             )
+    # `build_mesh` checks it again with the devices, which are not known here.
     check_micro_batch(c, replicas, f"diloco.replicas={replicas} replicas")
 
 
@@ -258,6 +272,8 @@ def with_workers(c: Config, count: int) -> Config:
     """
     if c.launcher.workers is None or c.diloco.replicas is None:
         return c
+    # The share of the largest number of workers: a worker that is left takes over
+    # nothing.
     replicas = c.diloco.replicas // c.launcher.workers[-1] * count
     return replace(c, diloco=replace(c.diloco, replicas=replicas))
 
@@ -289,6 +305,7 @@ def _check_launcher(c: Config) -> None:
             " which sets defaults, or set both"
         )
     if c.diloco.replicas is None:
+        # A worker without GPUs has one device, its CPU.
         gpus = launcher.worker_gpus or 1
         _check_device_counts(c, [count * gpus for count in range(least, most + 1)])
     else:
@@ -298,6 +315,7 @@ def _check_launcher(c: Config) -> None:
 def _check_device_counts(c: Config, devices: list[int]) -> None:
     """Raise UserError for a batch or mesh that some number of devices cannot split."""
     sizes = (c.parallel.data, c.parallel.fsdp, c.parallel.tensor)
+    # -1 takes what the others leave, so it fits any multiple of them.
     fixed = math.prod(size for size in sizes if size != -1)
     for count in devices:
         if count % fixed:
@@ -307,6 +325,9 @@ def _check_device_counts(c: Config, devices: list[int]) -> None:
                 f" multiple of parallel.data x fsdp x tensor = {fixed}; choose other"
                 " sizes, or other launcher.workers"
             )
+    # Checked for all numbers at once: a batch that one of them cannot split would end
+    # the run in the middle, when a machine is lost. Devices of the axis `tensor` share
+    # their rows.
     shards = math.lcm(*(n // c.parallel.tensor for n in devices))
     counts = ", ".join(map(str, devices))
     check_micro_batch(
@@ -330,6 +351,7 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
         )
     quorum = c.diloco.quorum or replicas
     share = replicas // most
+    # Rounded up: workers bring their share of the replicas, or none.
     needed = -(-quorum // share)
     left = (
         f"launcher.workers=[{least},{most}] could continue with {least * share} of"
@@ -346,14 +368,19 @@ def _check_worker_replicas(c: Config, replicas: int, least: int, most: int) -> N
             f"{left}, but diloco.participants is {participants}; choose at most"
             f" {least * share}, or leave it out"
         )
+    # `_check_diloco` has checked all replicas, which `most` workers share.
     for count in range(least, most):
         _check_replica_data(c, count * share)
 
 
 def _check_data(data: Data) -> None:
     """Raise UserError for keys that the chosen source does not use, or lacks."""
+    # A key of another source is mostly a forgotten `data=`: it would train on the
+    # default text.
     for key, users in DATA_KEYS.items():
         value = getattr(data, key)
+        # These are the values of keys that nobody set. 0 passes as False; the check of
+        # val_fraction below refuses it.
         if value not in (None, (), False) and data.source not in users:
             valid = " or ".join(f"data={name}" for name in users)
             raise UserError(
@@ -367,6 +394,7 @@ def _check_data(data: Data) -> None:
                 f"data.{key} is null; add data={data.source}, which sets a default, or"
                 " set it"
             )
+    # Reports, keep_best and sweeps need a validation loss.
     if data.val_fraction == 0:
         raise UserError(
             "data.val_fraction=0: a validation set is needed; give a small share, such"

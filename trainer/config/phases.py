@@ -36,6 +36,7 @@ def phases_of(c: Config) -> list[PhaseConfig]:
             "train.phases=[]: expected a phase or more, such as"
             " [{until:300,trainable:[embeddings]},{}]"
         )
+    # A phase without `trainable` trains everything, so the run's key would be ignored.
     if c.train.trainable is not None:
         raise UserError(
             "train.trainable cannot be set together with train.phases; set"
@@ -45,6 +46,8 @@ def phases_of(c: Config) -> list[PhaseConfig]:
     for i, phase in enumerate(c.train.phases):
         key = f"train.phases[{i}].until"
         start = phases[-1].until if phases else 0
+        # Only the last may leave `until` out, so that a longer run extends it by
+        # train.steps alone.
         is_last = i + 1 == len(c.train.phases)
         until = phase.until
         if until is None and is_last:
@@ -64,6 +67,7 @@ def phases_of(c: Config) -> list[PhaseConfig]:
                 f"{key}={until}, but the phase before it ends at step {start}; give"
                 " rising steps"
             )
+        # Otherwise the steps behind it would have no settings.
         if is_last and until < c.train.steps:
             raise UserError(
                 f"{key}={until}, but train.steps={c.train.steps}; leave it out, or add"
@@ -80,12 +84,14 @@ def _phase_config(c: Config, phase: TrainPhase) -> Config:
         "min_ratio": phase.min_ratio,
         "decay_fraction": phase.decay_fraction,
     }
+    # Null keeps the run's value, also inside the schedule.
     changes = {key: value for key, value in settings.items() if value is not None}
     optimizer = c.optimizer
     if phase.lr is not None:
         optimizer = dataclasses.replace(optimizer, lr=phase.lr)
     return dataclasses.replace(
         c,
+        # Without phases: `phases_of` of a phase is the phase, and `validate` takes it.
         train=dataclasses.replace(c.train, trainable=phase.trainable, phases=None),
         schedule=dataclasses.replace(c.schedule, **changes),
         optimizer=optimizer,
@@ -98,6 +104,7 @@ def precisions_until(c: Config, step: int) -> list[str]:
     names = [
         phase.config.precision.name for phase in phases_of(c) if phase.start < step
     ]
+    # Each once, in the order of training, for model cards.
     return list(dict.fromkeys(names))
 
 

@@ -132,6 +132,8 @@ class Precision(Policy):
     @property
     def policy(self) -> Policy:
         """The resolved precision policy."""
+        # Without the name and the settings of the run, equal policies compare equal:
+        # phases then share a task.
         return Policy(
             **{field.name: getattr(self, field.name) for field in fields(Policy)}
         )
@@ -333,6 +335,7 @@ class SampleConfig:
 class WatchdogConfig:
     max_skips: Positive
     spike_zscore: Amount
+    # A checkpoint's metadata holds as many losses.
     spike_window: Annotated[int, at_least(2), at_most(10**6)]
     spike_steps: Annotated[int, at_least(2)]
     max_rollbacks: Natural
@@ -394,6 +397,7 @@ class Config:
 
 # The sources that use a key of `data`. Keys that are not listed belong to every source.
 DATA_KEYS = {
+    # A prepared directory has its own shards, and a split that was made with it.
     "cache_dir": ("embedded", "python", "text", "hf", "mix"),
     "workers": ("embedded", "python", "text", "hf", "mix"),
     "val_fraction": ("embedded", "python", "text", "hf", "mix"),
