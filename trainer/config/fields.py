@@ -32,6 +32,7 @@ def completed(hint: Any, tree: Any) -> Any:
     null.
     """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
+        # X of `X | None`: the schema has no other unions.
         return completed(typing.get_args(hint)[0], tree)
     if typing.get_origin(hint) is tuple and isinstance(tree, list):
         return [completed(typing.get_args(hint)[0], item) for item in tree]
@@ -39,6 +40,7 @@ def completed(hint: Any, tree: Any) -> Any:
         return tree
     variants = _variants(hint)
     if variants is not None:
+        # An unknown name gives None, and `from_tree` reports it.
         hint = variants.classes.get(str(tree.get(variants.key)))
     if not isinstance(hint, type) or not dataclasses.is_dataclass(hint):
         return tree
@@ -48,6 +50,8 @@ def completed(hint: Any, tree: Any) -> Any:
         for key, value in tree.items()
     }
     for key, key_hint in hints.items():
+        # A key that is new since the run was saved: null keeps what the run did without
+        # it.
         if key not in tree and _may_be_null(key_hint):
             result[key] = None
         elif key not in tree and _is_group_of_nulls(key_hint):
@@ -86,11 +90,14 @@ def from_tree(cls: type, tree: Any, path: str = "", variant: str = "") -> Any:
     prefix = f"{path}." if path else ""
     for key in tree:
         if key not in hints:
+            # Before the nearest name, which for a renamed key is often another one.
             new_key = new_name(f"{prefix}{key}")
             advice = f"it was renamed; use {new_key}"
             if new_key is None:
                 advice = nearest(str(key), list(hints))
             raise UserError(f"unknown key {prefix}{key}{variant}; {advice}")
+    # Fields of `TrainPhase` have defaults; those of the groups have theirs in the YAML
+    # files.
     optional = {
         field.name
         for field in dataclasses.fields(cls)
@@ -121,6 +128,7 @@ def to_tree(config: Any) -> dict[str, Any]:
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys of nested mappings and their values; a list is a value."""
     for key, value in tree.items():
+        # Lists compare equal to those of a saved YAML file; tuples would not.
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")
         else:
@@ -129,6 +137,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def in_groups(key: str, groups: Iterable[str]) -> bool:
     """Return whether a dotted key is one of `groups`, or inside one of them."""
+    # The points keep `data` from holding a key such as `database`.
     return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 
@@ -175,6 +184,7 @@ def _in_type_of(hint: Any, value: Any, path: str) -> Any:
         return from_tree(typing.cast(type, hint), value, path)
     if origin is Annotated:
         return _in_type_of(args[0], value, path)
+    # `Annotated[...] | None` has the origin typing.Union, `int | None` types.UnionType.
     if origin in (types.UnionType, typing.Union):  # X | None
         if value is None:
             return None
@@ -186,6 +196,7 @@ def _in_type_of(hint: Any, value: Any, path: str) -> Any:
             return word
         return value
     if origin is tuple:
+        # A text is a sequence of its letters.
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise UserError(
                 f"{path}={as_typed(value)}: expected a list of"
@@ -203,6 +214,7 @@ def _in_type_of(hint: Any, value: Any, path: str) -> Any:
         )
     if hint is str and isinstance(value, str):
         _check_text(value, path)
+    # Not `isinstance`: True is an instance of int.
     if type(value) is not hint:
         raise UserError(
             f"{path}={as_typed(value)}: expected {_type_name(hint)}, found"

@@ -37,6 +37,7 @@ def needs_architecture(model: Any) -> bool:
         field.name for field in dataclasses.fields(spec) if field.default is None
     } | {"vocab_size"}
     needed = [key for key in spec.checkpoint_fields() if key not in may_be_null]
+    # A resumed run has its sizes saved; the weights of init_from may be gone by then.
     return any(model.get(key) is None for key in needed)
 
 
@@ -64,11 +65,15 @@ def inherit(
         architecture = architecture_of_run(source)
     else:
         architecture = architecture_of_weights(source)
+    # init.embeddings makes rows for the data's ids, so their number is not the
+    # weights'.
     if other_tokenizer:
         architecture.pop("vocab_size", None)
     if model.get("context") is not None:  # a limit, which another run may set lower
         architecture.pop("context", None)
     conflicts = []
+    # Refused, because weights of other sizes could not be loaded, and a silent change
+    # would hide a typing error.
     for key, value in architecture.items():
         if model.get(key) not in (None, value):
             conflicts.append(f"model.{key}={model[key]} ({value} in init_from)")
@@ -99,11 +104,14 @@ def with_family_defaults(family: str, model: Mapping[str, Any]) -> dict[str, Any
 
 def architecture_of_run(run_dir: Path) -> dict[str, Any]:
     """Return the family and the architecture keys of a run."""
+    # Somebody else may have made the run, with a link to a private file.
     check_no_links(run_dir)
     file = run_dir / "config.yaml"
     try:
         model = read_mapping(file)["model"]
         family = model["family"]
+        # An unknown family is named by `with_family_defaults`, which lists the known
+        # ones.
         keys = SPECS[family].checkpoint_fields() if family in SPECS else ()
         return {"family": family} | {key: model[key] for key in keys}
     except READ_ERRORS as error:
@@ -119,6 +127,8 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
     """
     file = config_beside(source)
     if source.exists():
+        # GGUF and other formats get a message of their own, before config.json is
+        # missed.
         check_format(source)
     if not file.is_file():
         raise UserError(
@@ -138,5 +148,6 @@ def architecture_of_weights(source: Path) -> dict[str, Any]:
             " by name"
         ) from error
     with well_formed(file, "choose the model by name"):
+        # A small config.json could claim widths that take all memory to build.
         check_sizes(source, architecture)
     return architecture | {"family": name}

@@ -47,6 +47,7 @@ def settings_of_file(
     """
     choices, tree = _read(path, groups, families)
     overridden = {key_of(argument) for argument in arguments}
+    # An experiment sets keys of many groups, some of which the file may set, too.
     if "experiment" in overridden:
         raise UserError(
             f"experiment= and config={path}: which wins is not clear; put experiment"
@@ -55,6 +56,8 @@ def settings_of_file(
     chosen = chosen_groups(groups, overridden)
     settings = {}
     for key, value in flatten(tree):
+        # A choice on the command line sets the whole group, so parts of the file's are
+        # dropped.
         is_chosen = key.partition(".")[0] in chosen
         if not is_chosen and not any(overlaps(key, other) for other in overridden):
             settings[key] = value
@@ -90,11 +93,14 @@ def _read(
                 f"config={path}: unknown key {key}; {nearest(group, sorted({*valid}))}"
             )
         if key in groups and not isinstance(value, Mapping):
+            # `data:` with nothing below it is null in YAML: the file chooses nothing.
             if value is not None:
                 choices[key] = _choice(path, key, value, groups[key])
         else:
             new = dict(flatten({key: value}))
             for name in new:
+                # One of the two values would be lost, and which one depends on their
+                # order.
                 if any(overlaps(name, other) for other in given):
                     raise UserError(
                         f"config={path}: {name} is there twice, nested and dotted; give"
@@ -110,6 +116,8 @@ def _read(
         if group not in choices and isinstance(values, Mapping) and group in groups:
             names = [values.get(key) for key in CHOICE_KEYS]
             names = [name for name in names if name in groups[group]]
+            # A run's config.yaml may name a preset that no file here has; its family
+            # tells which keys it has.
             if group == "model" and not names:
                 names = [families.get(str(values.get("family")))]
             if names and names[0] is not None:
