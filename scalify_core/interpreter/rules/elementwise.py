@@ -296,6 +296,9 @@ def constant_at(x: Any, scale: Any, dtype: np.dtype, keep: bool) -> Any:
 @rule("max", "min", "clamp")
 def _extreme(eqn: Any, *operands: Any) -> Value:
     data, like = common(*operands)
+    # At a scale for each row a scalar bound is a column, which clamp does not take.
+    shape = eqn.outvars[0].aval.shape
+    data = [jnp.broadcast_to(x, shape) if np.shape(x) else x for x in data]
     return like.with_data(bind(eqn, *data))
 
 

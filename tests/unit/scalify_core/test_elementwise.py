@@ -139,6 +139,15 @@ def test_integer_powers_stay_in_range_whatever_the_scale(n, exponent, kind):
     assert_allclose(actual, asarray(x) ** n, rtol=2 * abs(n) * 2.0**-23)
 
 
+def test_scalar_bounds_clamp_rows_that_have_scales_of_their_own():
+    x = ScaledArray(jnp.broadcast_to(ROW, (3, 4)), F32([[0.25], [1.0], [8.0]]))
+    for fun in (
+        lambda x: lax.clamp(-0.5, x, 1.0),
+        lambda x: lax.clamp(jnp.min(x) / 2, x, jnp.max(x) / 2),
+    ):
+        assert_array_equal(asarray(scalify(fun)(x)), fun(asarray(x)))
+
+
 def test_a_scalar_compared_with_a_constant_array_is_broadcast():
     x = as_scaled_array(F32(0.5), 0.5)
     assert_array_equal(scalify(lambda x: x > jnp.zeros(3))(x), [True] * 3)
