@@ -100,6 +100,27 @@ def test_a_mask_is_one_after_arithmetic_with_numbers_of_the_program(name, is_con
         assert (actual[~SOME] < -1000).all()
 
 
+def masked(x):
+    return jnp.where(x > 0, 1e-3 * (2 + jnp.tanh(x)), -1e9).astype(x.dtype)
+
+
+INSIDE = {
+    "a call": jax.jit(masked),
+    "a checkpoint": jax.checkpoint(masked),
+    "a loop": lambda x: lax.map(masked, x),
+    "a branch": lambda x: lax.cond(x[0, 0] > -100, masked, jnp.zeros_like, x),
+}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+def test_a_mask_is_one_inside_of_another_program(place):
+    """The program around it has no number as large."""
+    actual, expected = both(INSIDE[place], X)
+    rest = np.asarray(expected) > 0
+    assert error(asarray(actual)[rest], expected[rest]) <= LIMIT
+    assert bool(jnp.all(asarray(actual)[~rest] < -1000))
+
+
 MOVES = {
     "top_k": lambda x: lax.top_k(x, 6)[0],
     "scatter-max": lambda x: jnp.full_like(x, -1e9).at[:].max(x),
