@@ -155,6 +155,12 @@ def merge_otherwise(tree):
     tree["added_tokens"][0]["id"] = tree["model"]["vocab"]["<|endoftext|>"]
 
 
+def add_word_without_merge(tree):
+    """A word that no merge makes: only tiktoken would find it."""
+    tree["model"]["ignore_merges"] = False
+    tree["model"]["vocab"]["Ġcafe"] = 60000
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,6 +185,7 @@ def merge_otherwise(tree):
         # tiktoken merges all that makes a token
         lambda t: t["model"]["vocab"].update({"\u00cc\u0123": 60000}),
         lambda t: merge_otherwise(t),
+        lambda t: add_word_without_merge(t),
         lambda t: t["model"].update(end_of_word_suffix="e", unk_token="!"),
     ],
 )
