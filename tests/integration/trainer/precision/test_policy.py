@@ -26,6 +26,8 @@ def test_layers_that_are_not_fp8_are_named_with_the_reason():
     lines = describe_precision(w.model)
     assert "2 of 4 linear layers in e4m3/e5m2" in lines
     assert "(h.0.mlp.c_fc: 32 x 40 are not multiples of 16)" in lines
+    # Its products take any number of rows, but no other widths.
+    assert Model.make(spec, policy("fp8_delayed")).narrow == w.model.narrow
     # with warnings as errors: nothing is skipped while it is traced
     text = lower_step(w, abstract(w)).as_text()
     shapes = re.findall(r"convert.*-> tensor<(\d+)x(\d+)xf8E4M3FN>", text)
