@@ -27,7 +27,8 @@ from trainer.precision.arrays import store_weights
 
 SPEC = GPT2Spec(vocab_size=64, context=16, n_layer=2, n_head=2, d_model=32)
 SHORT = dataclasses.replace(SPEC, n_layer=1)  # for what takes long to compile
-PLAIN = {"forward": "e4m3", "backward": "e5m2"}  # FP8 without any scales
+# FP8 without any scales, and gradients of the weights that are rounded
+PLAIN = {"forward": "e4m3", "backward": "e5m2", "weight_grad": "bf16"}
 LINEAR = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
