@@ -119,6 +119,23 @@ def test_what_does_not_fit_names_keys_to_try_and_is_not_compared(
     assert "the vocabulary of data.tokenizer=byte: 256 ids" in err
 
 
+def test_the_search_compiles_the_batch_of_each_size(flagship, monkeypatch):
+    """Every sequence of a device takes ten bytes of a thousand."""
+
+    def measure(task, batch, hardware, sequences, **_):
+        assert batch.tokens_AxBxT1.shape[1] == sequences * hardware.gpus
+        kinds = ("optimizer", "FP8 weights", "gradients")
+        memory = {("memory", kind): 0 for kind in kinds}
+        memory["memory", "weights"] = 10 * sequences
+        return flagship.measured._replace(figures=memory)
+
+    monkeypatch.setattr(Hardware, "usable", 1000)
+    monkeypatch.setattr(plan, "measure", measure)
+    arguments = [*TINY, "precision=scalify_fp8_fp16", "gpus=2", "compare=no"]
+    actual = script.plan_of([*arguments, "micro_batch=2", "search=yes"])
+    assert actual.largest == (100, 100)
+
+
 def test_layers_that_should_be_fp8_and_are_not_are_named(flagship):
     """The same program, judged as if a layer had been left out, or as if the tokens
     were others."""
