@@ -53,6 +53,8 @@ class Target:
         major, minor = self.capability
         # Enables the instructions of one generation only, such as Hopper's wgmma.
         extension = "ACCELERATED_FEATURES" if self.capability >= (9, 0) else "NONE"
+        # CUDA's limits that are written out are equal for all capabilities from 8.0 on.
+        # The bandwidth of PCI Express is that of version 5.0 with 16 lanes for all.
         return f"""
 gpu_device_info {{
   name: "{self.device}"
@@ -111,6 +113,7 @@ H100 = Target(
     max_threads_per_sm=2048,
     links=18,
     link_bandwidth=450e9,
+    # A DGX has an adapter of 400 Gbit/s for each GPU.
     network=50e9,
 )
 # NVIDIA Blackwell Architecture Technical Brief and DGX B200 data sheet: 1,440 GB and 64
@@ -146,6 +149,7 @@ TARGETS = {
         max_threads_per_sm=2048,
         links=12,
         link_bandwidth=300e9,
+        # A DGX A100 has an adapter of 200 Gbit/s for each GPU.
         network=25e9,
     ),
     # NVIDIA L40S data sheet and Ada GPU Architecture (white paper), also of the RTX
@@ -192,6 +196,7 @@ TARGETS = {
         capability=(10, 3),
         sm_count=160,
         memory=288 * 10**9,
+        # A DGX B300 has an adapter of 800 Gbit/s for each GPU.
         network=100e9,
     ),
     # NVIDIA RTX Blackwell GPU Architecture (white paper); PCI Express 5.0 of 16 lanes.

@@ -77,6 +77,7 @@ RATES = {
     FP8: Rate(0.70, 0.85, fixed_us=3.0),
     PRODUCTS: Rate(0.79, 0.85, fixed_us=3.0),
     PRODUCTS32: Rate(0.70, 0.85, fixed_us=3.0),
+    # The forward pass; the backward pass has `BACKWARD_ATTENTION`.
     ATTENTION: Rate(0.30, 0.85, fixed_us=5.0),
     TRANSPOSES: Rate(1.0, 0.50, 0.5),
     REDUCTIONS: Rate(1.0, 0.68, 0.60),
@@ -105,6 +106,7 @@ def fill(gemm: Gemm, target: Target) -> float:
     batch, rows, columns, contracted = gemm.sizes
     tiles = batch * math.ceil(rows / TILE) * math.ceil(columns / TILE)
     fills = []
+    # cuBLASLt chooses the split by heuristics that are not public: the best is assumed.
     for n in range(1, max(contracted // SPLIT, 1) + 1):
         waves = math.ceil(tiles * n / target.sm_count)
         fills.append(tiles * n / (waves * target.sm_count))
@@ -135,6 +137,7 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
         kernel_class = classes[kernel.name]
         work = busy[kernel.name]
         rate = RATES[kernel_class]
+        # `predicted` adds a collective's transfer, as far as no kernel hides it.
         if kernel_class != COLLECTIVES:
             run = executed[kernel.name]
             writes_both = program.writes_both_orders(run)
@@ -143,6 +146,8 @@ def kernel_predictions(program: Program, target: Target) -> list[tuple[Kernel, f
             clocks = lane_clocks(program, run)
             if kernel.name in accumulating:
                 work += moved  # its tiles are read and written after the matmul
+            # The longest and not the sum: loads, arithmetic and products of a kernel
+            # overlap.
             work = max(work, moved, clocks / lane_rate / rate.lanes)
         seconds = kernel.times * (work + 1e-6 * rate.fixed_us)
         predictions.append((kernel, seconds))
@@ -162,6 +167,7 @@ def predicted(program: Program, hardware: Hardware) -> Figures:
     for kernel, seconds in kernel_predictions(program, hardware.target):
         out["launches", classes[kernel.name]] += kernel.times
         out["predicted", classes[kernel.name]] += seconds
+        # Collectives share the links, so one does not hide another.
         busy[kernel.name] = 0.0 if kernel.kind == "collective" else seconds
     transfers: dict[str, float] = defaultdict(float)
     for collective in program.collectives:
@@ -194,11 +200,13 @@ def exposed_seconds(
         for i, e in enumerate(program.executed)
         if e.instruction.opcode.endswith("-done")
     }
+    # What a kernel has hidden of one collective is not there for the next.
     available = [busy.get(name, 0.0) for name in names]
     exposed = dict(transfers)
     for start, name in enumerate(names):
         if name not in exposed:
             continue
+        # A synchronous collective has no end of its own, and nothing hides it.
         for i in range(start, ends.get(name, start)):
             hidden = min(exposed[name], available[i])
             exposed[name] -= hidden
