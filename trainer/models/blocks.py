@@ -134,6 +134,7 @@ def _apply_gathered(
 
     def gather_layer(shards_L: Any, layer_index: jax.Array | int) -> Any:
         """Return the weights of `layer_index`, in the formats that are sent."""
+        # Of one layer only: all-gathering the stack would put all layers into memory.
         shard = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, layer_index, 0, False), shards_L
         )
@@ -145,6 +146,7 @@ def _apply_gathered(
             lambda weight, shard: weight.astype(shard.dtype), weights, shards
         )
 
+    # Derived by JAX, the scan would keep the gathered weights of all layers.
     @jax.custom_vjp
     def apply(
         shards_L: Any, x_NxD: jax.Array, shared: Any, per_layer: Any
@@ -156,6 +158,9 @@ def _apply_gathered(
     ) -> tuple[jax.Array, Any]:
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (x_NxD, weights), (layer_index, entry) = carry, inputs
+            # The layer below does not need them, so XLA may gather while it computes.
+            # The last layer gathers its own weights again, for the start of the
+            # backward pass.
             next_weights = gather_layer(
                 shards_L, jnp.minimum(layer_index + 1, n_layer - 1)
             )
@@ -178,6 +183,8 @@ def _apply_gathered(
 
         def step(carry: tuple, inputs: tuple) -> tuple[Any, Any]:
             (dy_NxD, weights), (layer_index, x_NxD, entry) = carry, inputs
+            # The first layer has none before it: all iterations of a loop are one
+            # program.
             next_weights = gather_layer(shards_L, jnp.maximum(layer_index - 1, 0))
             _, pullback = jax.vjp(
                 lambda weights, x_NxD: run(x_NxD, weights, shared, entry),
@@ -189,6 +196,7 @@ def _apply_gathered(
 
         first, inputs = (dy_NxD, last_weights), (layer_index_L, x_LxNxD, per_layer)
         (dx_NxD, _), grads_L = lax.scan(step, first, inputs, reverse=True)
+        # Segments, angles, keys and flags are no parameters: None stands for zeros.
         return grads_L, dx_NxD, None, None
 
     apply.defvjp(forward, backward)

@@ -56,6 +56,7 @@ def cached_attention(
     """
     k_BxSxGxK, v_BxSxGxK = cache
     (B, T, _, K), (S, G) = q_BxTxHxK.shape, k_BxSxGxK.shape[1:3]
+    # Queries are grouped, not keys repeated: the cache is read once for R heads.
     q_BxTxGxRxK = q_BxTxHxK.reshape(B, T, G, -1, K)
     logits_BxGxRxTxS = jnp.einsum(
         "btgrk,bsgk->bgrts", q_BxTxGxRxK, k_BxSxGxK, preferred_element_type=jnp.float32
@@ -64,6 +65,8 @@ def cached_attention(
     visible_TxS = key_1xS <= query_Tx1
     if window is not None:
         visible_TxS &= key_1xS > query_Tx1 - window
+    # -inf is safe: each query sees its own position at least, so no row is -inf alone,
+    # whose softmax would be NaN.
     logits_BxGxRxTxS = jnp.where(
         visible_TxS[None, None, None], logits_BxGxRxTxS / math.sqrt(K), -jnp.inf
     )

@@ -39,6 +39,8 @@ class DecoderSpec:
 
         For example 50304 for 50257.
         """
+        # GPU matmuls want multiples of 16: 50257 columns cost a kernel that pads and
+        # one that slices.
         return -(-self.vocab_size // 64) * 64
 
     @property
@@ -48,6 +50,7 @@ class DecoderSpec:
             return self.d_mlp
         if self.mlp == "gelu":
             return 4 * self.d_model
+        # Three matrices of 8/3 D have as many parameters as GELU's two of 4 D.
         return math.ceil(8 * self.d_model / 3 / 64) * 64
 
     @property
@@ -78,6 +81,8 @@ class DecoderSpec:
         """See `family.Spec`."""
         if self.mlp != "smooth_swiglu":
             return self
+        # Divisors of a batch would make the roundings of a token depend on the others
+        # in it.
         spec: Any = self
         unsmoothed: Self = dataclasses.replace(spec, mlp="swiglu")
         return unsmoothed

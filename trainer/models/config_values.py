@@ -20,6 +20,7 @@ def read_config[T](file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
 def whole_number(tree: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return a positive integer of a configuration, or raise UserError."""
     value = tree.get(key)
+    # Some files have null for a number that they leave out.
     value = default if value is None else value
     if type(value) is not int or value < 1:  # a bool is an int, but not a number
         raise UserError(f"{key}={value!r}: expected a whole number, at least 1")
@@ -34,6 +35,7 @@ def number(
     `use` is the end of the message, such as ", which rope_type='yarn' needs".
     """
     value = tree.get(key, default)
+    # `isinstance` would take true for 1.
     if type(value) not in (int, float):
         raise UserError(f"{key}={value!r}: expected a number{use}")
     return float(value)

@@ -111,6 +111,8 @@ class CausalModel(nnx.Module):
         self, tokens_BxT: jax.Array, cache: jax.Array, position: jax.Array | int
     ) -> tuple[jax.Array, jax.Array]:
         """Return logits `[B, T, V]` of tokens from `position` on, and the new cache."""
+        # Places behind the new tokens hold zeros, token 0. No logits that are returned
+        # may depend on these: they are later tokens.
         cache = jax.lax.dynamic_update_slice_in_dim(cache, tokens_BxT, position, axis=1)
         logits_BxSxV, T = self(cache), tokens_BxT.shape[1]
         return (
@@ -174,6 +176,7 @@ class CustomSpec:
         What the model computes is unknown here: roles and shapes of the parameters
         stand for it.
         """
+        # Not `hash`, whose values of strings differ between processes.
         digest = hashlib.blake2b(
             repr(parameters(self)).encode(), digest_size=8
         ).hexdigest()
@@ -205,11 +208,13 @@ def build_functions(spec: CustomSpec, **settings: Any) -> ModelFunctions[CausalM
             raise UserError(
                 f"model gave a {type(model).__name__}; expected a trainer.CausalModel"
             )
+        # Set here, so that a user's constructor need not pass it on.
         model.context = spec.context
         return model
 
     try:
         return functions_of_module(make)
+    # `roles_of` raises it for a parameter without a role.
     except ValueError as error:
         raise UserError(f"model: {error}") from error
 
@@ -226,6 +231,8 @@ def custom_spec(
     model = build_functions(spec)
     logits = jax.eval_shape(
         lambda tokens: model.bind(model.init(jax.random.key(0)))(tokens),
+        # Two sequences: with one, a model that mixes up or drops the axis of the batch
+        # may still give logits of the right shape.
         jax.ShapeDtypeStruct((2, context), jnp.int32),
     )
     if logits.shape != (2, context, vocab_size):
