@@ -70,6 +70,8 @@ class Decoder(nnx.Module):
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, **settings)
         return linear_cross_entropy(
             h_BxTxD.reshape(-1, self.spec.d_model),
+            # With its padding rows, whose logits the loss leaves out by `vocab_size`: a
+            # matmul of 50257 columns would be padded again in each step.
             self.head_VxD,
             targets_BxT.reshape(-1),
             vocab_size=self.spec.vocab_size,

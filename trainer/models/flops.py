@@ -24,6 +24,7 @@ from trainer.models.registry import family_of
 from trainer.models.roles import Role
 
 
+# A trace of the initial parameters takes most of the time of counting FLOPs.
 @functools.cache
 def abstract_parameters(spec: Spec) -> tuple[Params, Params]:
     """Return the parameters' roles and shapes, without allocating the parameters."""
@@ -43,6 +44,7 @@ def linear_sizes(spec: Spec) -> dict[str, tuple[int, int]]:
     A path is `h.3.mlp.c_fc`, or `h.*.mlp.c_fc` for scanned layers.
     """
     sizes = {
+        # From the end: stacked layers have a first axis L.
         role.layer: (shape[-2], shape[-1])
         for role, shape in parameters(spec)
         if role.is_kernel and role.layer is not None
@@ -59,6 +61,7 @@ def linear_flops_per_token(spec: Spec, layers: Iterable[str]) -> int:
     weights = sum(
         inputs * outputs for inputs, outputs in map(sizes.__getitem__, layers)
     )
+    # The path of a scanned layer stands for all layers.
     return 2 * weights * (spec.n_layer if spec.scan_layers else 1)
 
 
@@ -79,6 +82,7 @@ def forward_flops_per_token(spec: Spec) -> int:
 
     They are those of linear layers, attention, and head, tied or not, without padding.
     """
+    # Scanned kernels count with their axis L here, so layers need no factor.
     kernels = [shape for role, shape in parameters(spec) if role.is_kernel]
     weights = sum(map(math.prod, kernels)) + spec.d_model * spec.vocab_size
     return 2 * weights + attention_flops_per_token(spec)
@@ -91,6 +95,7 @@ def flops_per_token(spec: Spec, frozen: Iterable[str] = ()) -> int:
     head always counts. So do gradients of activations, even if no layer before them is
     trained.
     """
+    # The backward pass has two matmuls for each of the forward pass.
     return 3 * forward_flops_per_token(spec) - linear_flops_per_token(spec, frozen)
 
 

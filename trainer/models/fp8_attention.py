@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer.models.family import Spec
     from trainer.precision.policy import Policy
 
+# Copies of `precision.cudnn_fp8_attention`, which imports JAX. A test compares both.
 HEAD_WIDTH = 128  # the only width of cuDNN's FP8 kernels
 LENGTH_MULTIPLE = 128
 
@@ -27,6 +28,7 @@ def check_fp8_attention(spec: Spec, policy: Policy) -> None:
             " its own attention; leave precision.attention out"
         )
     window = spec.attention_window
+    # A window that holds all keys is none.
     if window is not None and window < spec.context:
         raise UserError(
             f"{key}: FP8 attention has no sliding window, and this model's is of"

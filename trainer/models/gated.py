@@ -39,7 +39,11 @@ def smooth_swiglu(
     """
     data_NxF, _ = get_data_scale(linear_NxF)
     amax_F = jnp.max(jnp.abs(data_NxF.astype(jnp.float32)), axis=0)
+    # A power of two: dividing by it changes no digit of a normal number, so both
+    # factors cancel.
     divisor_F = jnp.clip(pow2_round(amax_F) / target_amax, *DIVISOR_RANGE)
+    # A channel of zeros would get the least divisor, and its kernel rows be multiplied
+    # by 2^-14.
     divisor_F = jnp.where(amax_F > 0, divisor_F, 1.0)
     hidden_NxF = swiglu(gate_NxF, linear_NxF)
     hidden_NxF *= (1 / divisor_F)[None].astype(hidden_NxF.dtype)
@@ -87,6 +91,8 @@ class GatedMLP(nnx.Module):
                 f"mlp.{name}", spec.d_model, spec.mlp_width, spec.init_std, "column"
             )
             setattr(self, name, layer)
+        # `scaled_rows`, because the kernel is multiplied by the divisors before it is
+        # rounded: an all-gather in FP8 would round it twice.
         layer = make(
             f"mlp.{output}",
             spec.mlp_width,
