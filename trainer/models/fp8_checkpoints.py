@@ -73,8 +73,11 @@ def quantization_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     The keys are those of compressed-tensors, as vLLM reads them. Matrices in other
     formats are in `ignore`, and so is the head, which may be a table.
     """
+    # Then config.json has no such key: readers would look for scales.
     if not any(tensor.dtype == DTYPES["F8_E4M3"] for tensor in tensors.values()):
         return {}
+    # compressed-tensors has one scheme for a group, so that layers are static or
+    # dynamic together.
     is_static = any(name.endswith(".input_scale") for name in tensors)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
     wide = {
@@ -93,6 +96,8 @@ def quantization_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
+        # A tied head has no tensor of its own to be found among `wide`, but is a
+        # Linear.
         "ignore": sorted(wide | {"lm_head"}),
     }
     return {QUANTIZATION: settings}
@@ -146,6 +151,7 @@ class Fp8ScaleLayout(NamedTuple):
             stem = name.removesuffix("weight")
             scale_names = [stem + suffix for suffix in SCALE_SUFFIXES]
             scale_name = next((key for key in scale_names if key in tensors), None)
+            # Without its scale an FP8 number is a weight in unknown units.
             if scale_name is None or not name.endswith("weight"):
                 raise UserError(
                     f"{file}: {name} is FP8, but it has no scale"
@@ -166,13 +172,17 @@ class Fp8ScaleLayout(NamedTuple):
     ) -> np.ndarray:
         """Return a scale that can multiply a weight of shape `shape`."""
         scale = scale.astype(np.float32)
+        # Damaged scales would be trained from as weights, without a word.
         if not np.all(np.isfinite(scale) & (scale >= 0)):
             raise UserError(
                 f"{file}: {name} holds scales that are negative or not finite"
             )
+        # The tensor's scale is a scalar or has one element, by the program that wrote
+        # it.
         valid: list[tuple[int, ...]] = [(), (1,), (shape[0], 1)]
         if self.block is not None and len(shape) == 2:
             rows, columns = self.block
+            # The last block of each axis may be smaller.
             valid = [(-(-shape[0] // rows), -(-shape[1] // columns))]
         if scale.shape not in valid:
             raise UserError(
@@ -225,6 +235,7 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
             raise UserError(f"{QUANTIZATION}: {key} is not supported; {SUPPORTED}")
     groups = settings.get("config_groups")
     blocks = set()
+    # `{}` has no bits and no type: a file without groups is refused below.
     for group in groups.values() if isinstance(groups, dict) else [{}]:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
@@ -233,6 +244,7 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
         if (
             (bits, kind) != (8, "float")
             or strategy not in ("tensor", "channel", "block")
+            # A file that leaves the key out means symmetric weights.
             or symmetric is False
         ):
             raise UserError(

@@ -50,6 +50,8 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
         if family is None:
             loaded = family_of(spec).huggingface.load(source, spec)
         else:
+            # The sizes are those of the config.json: the given spec may be of another
+            # family.
             loaded = family.huggingface.load(source, None)
         check_dtypes(source, loaded[1])
     return loaded
@@ -58,6 +60,7 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
 def check_dtypes(source: Path, params: Params) -> None:
     """Raise UserError for the first tensor that is not of floating-point numbers."""
     for path, tensor in jax.tree_util.tree_leaves_with_path(params):
+        # Integers are weights of an unknown scale, and a cast to floats would not fail.
         if not jnp.issubdtype(tensor.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise UserError(
@@ -91,6 +94,7 @@ def save(
         or there are weights already.
     """
     family = family_of(spec)
+    # Names in files have the number of a layer.
     if spec.scan_layers:
         params = unstack_layers(params)
         spec = dataclasses.replace(spec, scan_layers=False)

@@ -98,11 +98,13 @@ class Linear(nnx.Linear):
         kernel_DxF = self.kernel[...]
         bias_F = None if self.bias is None else self.bias[...]
         if factor is not None:
+            # A factor in FP32 would widen the kernel, and with it the product.
             kernel_DxF = (kernel_DxF * factor).astype(kernel_DxF.dtype)
         if columns is not None:
             kernel_DxF = kernel_DxF[:, :columns]
             bias_F = None if bias_F is None else bias_F[:columns]
         if not add_bias:
+            # The product is not summed over devices here.
             assert self.psum_axis is None
             return matmul(x_NxD, kernel_DxF, self.dot_general, self.dtype)
         return dense(
@@ -215,6 +217,8 @@ class Factory:
         bias_role = Role(
             "bias",
             stacked=self.stacked,
+            # A row layer's bias is added after the sum over devices, and columns of
+            # several groups are not contiguous: both biases are whole on each device.
             split=None if split_by_rows else -1,
             groups=groups,
         )
@@ -315,6 +319,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
             x_NxD = dynamic_rescale_rms_grad(x_NxD)
+        # Each device's gradient of the gain is that of its heads alone.
         gain_D = copy_to_axis(self.scale[...], self.tensor_axis)
         return rms_norm(x_NxD, gain_D, self.eps)
 
@@ -352,6 +357,8 @@ def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Arra
     """
     if keys_B is None or rate == 0.0:
         return x_NxD
+    # A key for each sequence: its mask is the same on any number of devices and
+    # micro-batches.
     shape = (x_NxD.shape[0] // len(keys_B), x_NxD.shape[1])
     keep_BxTxD = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(
         keys_B
