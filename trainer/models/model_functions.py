@@ -45,6 +45,7 @@ def functions_of_module[Model: nnx.Module](
     def build(key: jax.Array) -> Model:
         return make(nnx.Rngs(params=key))
 
+    # Nothing is allocated: a model may be larger than this process's memory.
     abstract = nnx.eval_shape(build, jax.random.key(0))
     graphdef = nnx.graphdef(abstract)
     with_histories = bool(nnx.to_pure_dict(nnx.state(abstract, OverwriteWithGradient)))
@@ -58,6 +59,7 @@ def functions_of_module[Model: nnx.Module](
         return nnx.merge(graphdef, params)
 
     def init_histories() -> Params:
+        # Any key: initial histories are constants.
         model = build(jax.random.key(0))
         return nnx.to_pure_dict(nnx.state(model, OverwriteWithGradient))
 

@@ -69,8 +69,11 @@ def load_params(
     config, scales = config_beside(path), None
     if config.is_file():
         scales = Fp8ScaleLayout.from_config(read_object(config))
+        # Before anything is traced: with intermediate_size=2^40 XLA ends the process,
+        # with head_dim=2^30 it compiles without end.
         check_sizes(path, spec.architecture())
     tensors = read_tensors(path, scales)
+    # Patterns of buffers are of full names.
     named = with_prefix(path, tensors, layout.prefix, layout.roots)
     tensors = {
         name: tensor
@@ -95,6 +98,7 @@ def named_leaves(
     ):
         *modules, leaf_name = (entry.key for entry in path)
         parts = [layout.modules.get(module, str(module)) for module in modules]
+        # Hugging Face calls kernels, tables and gains `weight`.
         parts.append("bias" if leaf_name == "bias" else "weight")
         yield ".".join(parts), role, leaf
 
@@ -117,12 +121,15 @@ def to_params(
         is_transposed = layout.transposed and role.is_kernel
         shape = shape[::-1] if is_transposed else shape
         if name not in unread:
+            # Only names that the model lacks: they may be the missing tensor's in
+            # another program.
             raise missing_tensor(source, name, shape, unread.keys() - names)
         tensor = unread.pop(name)
         check_shape(source, name, tensor, shape)
         if role.padding:
             tensor = np.pad(tensor, ((0, role.padding), (0, 0)))
         leaves.append(tensor.T if is_transposed else tensor)
+    # An unknown tensor is part of a function that this model does not compute.
     if unread:
         raise UserError(
             f"{source}: unknown tensors {', '.join(sorted(unread)[:3])} ({len(unread)}"
@@ -144,6 +151,7 @@ def to_tensors(
             tensors |= leaf.scales(name)
             leaf = leaf.data
         data = np.asarray(leaf)
+        # Not `[:-padding]`, which is empty for a padding of 0.
         data = data[: len(data) - role.padding]
         is_transposed = layout.transposed and role.is_kernel
         tensors[name] = data.T if is_transposed else data
