@@ -18,6 +18,7 @@ Method = Literal["focus", "mean", "gaussian", "copy", "random"]
 Array = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
+# Bounds the memory of cosines: 512 rows of 150,000 shared tokens take 0.3 GB.
 ROWS_AT_ONCE = 512
 
 
@@ -45,6 +46,7 @@ class SharedTokens(NamedTuple):
             if token in old and i != new_end and old[token] != old_end
         ]
         if old_end is not None:
+            # The ends may have other bytes in each vocabulary, and mean the same.
             pairs.append((new_end, old_end))
         pairs.sort()
         ids_Nx2 = np.array(pairs, np.int64).reshape(-1, 2)
@@ -75,9 +77,11 @@ class RowMixture(NamedTuple):
         Tokens whose vector is zero are left out.
         """
         length = np.linalg.norm(vectors_VxW, axis=1)
+        # A token may have a vector of zeros, for which 0 / 0 would be NaN.
         unit = vectors_VxW / np.where(length > 0, length, 1).astype(np.float32)[:, None]
         has_vector = length[shared.new] > 0
         ids = np.setdiff1d(np.flatnonzero(length > 0), shared.new)
+        # `sparsemax` needs a column at least.
         count = len(ids) if has_vector.any() else 0
         weights = np.zeros((count, len(shared.new)), np.float32)
         for start in range(0, count, ROWS_AT_ONCE):
@@ -133,9 +137,11 @@ def new_rows(
         random = np.random.default_rng(seed)
         normal = random.standard_normal(fresh_NxD.shape, np.float32)
         rows = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * normal
+    # A copy: `broadcast_to` gives a view that cannot be written.
     rows = np.array(rows, np.float32)
     shared_rows = old_VxD[shared.old]
     if mixture is not None:
         rows[mixture.ids] = mixture.weights @ shared_rows
+    # Last, so that no method changes the rows of shared tokens.
     rows[shared.new] = shared_rows
     return rows

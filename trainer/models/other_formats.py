@@ -21,6 +21,7 @@ OPTIONS = {
     ".h5": ("from_tf=True", " by transformers 4"),
 }
 # Only the program that wrote these files can convert them.
+# `.bin` is in both: beside a config.json it is transformers' file.
 PROGRAM_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".distcp", ".index")
 # Suffixes of tensor names in files of GPTQ, AWQ, bitsandbytes, MLX and FP8.
 QUANTIZED_SUFFIXES = (
@@ -63,6 +64,7 @@ def check_format(source: Path) -> None:
       UserError: a LoRA adapter, another format, or weights only in a subdirectory.
     """
     directory = directory_of(source)
+    # First: an adapter is a safetensors file, too, but holds the differences alone.
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if (directory / name).is_file():
             raise UserError(
@@ -72,6 +74,8 @@ def check_format(source: Path) -> None:
             )
     if not source.is_dir():
         check_suffix(source)
+    # Many directories have pickles beside safetensors: those are not read, and no
+    # error.
     elif not any(directory.glob("*.safetensors")):
         for file in sorted(directory.iterdir()):
             check_suffix(file)
@@ -85,6 +89,7 @@ def check_format(source: Path) -> None:
 
 def check_suffix(file: Path) -> None:
     """Raise UserError for a suffix of `OPTIONS` or `PROGRAM_SUFFIXES`."""
+    # `from_pretrained` needs the config.json.
     has_config = (file.parent / "config.json").is_file()
     if file.suffix in OPTIONS and (has_config or file.suffix not in PROGRAM_SUFFIXES):
         option, version = OPTIONS[file.suffix]
@@ -99,6 +104,7 @@ def check_suffix(file: Path) -> None:
 def check_tensor_names(source: Path, names: Iterable[str]) -> None:
     """Raise UserError for a tensor that only quantized weights have."""
     for name in names:
+        # By names, since packed weights may have the dtype and shape of others.
         if name.endswith(QUANTIZED_SUFFIXES):
             raise UserError(
                 f"{source} is quantized (it holds {name}); give the weights before"

@@ -79,6 +79,7 @@ def roles_of(model: nnx.Module) -> dict[str, Any]:
     roles: dict[tuple[Any, ...], Role] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         role = variable.get_metadata().get("role")
+        # Without a role, a parameter would be sharded, decayed and rounded by a guess.
         if not isinstance(role, Role):
             name = ".".join(map(str, path))
             raise ValueError(
@@ -103,6 +104,7 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
       None for an array without a parameter, such as a count of steps.
     """
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    # An optimizer's state may have dictionaries around those of the parameters.
     for start in range(len(keys)):
         node = roles
         for key in keys[start:]:
@@ -127,6 +129,7 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
 
     def path_of(path: Any, role: Role) -> str:
         first, *rest = [str(entry.key) for entry in path]
+        # As in the paths of layers, so that one pattern means the same in all keys.
         layer_index = ["*"] if role.stacked else []
         return ".".join([first, *layer_index, *rest])
 
