@@ -52,7 +52,10 @@ def sample(
     p_V = jax.nn.softmax(masked_V)
     # The sum is 0 for the likeliest token, which therefore always remains.
     likelier_V = jnp.cumsum(p_V) - p_V
+    # A sum of rounded probabilities may reach 1 before the last token: then `top_p=1`
+    # would leave tokens out.
     masked_V = jnp.where((top_p >= 1) | (likelier_V < top_p), masked_V, -jnp.inf)
+    # The likeliest is the first of the sorted ids.
     return ids_V[jnp.where(temperature > 0, jax.random.categorical(key, masked_V), 0)]
 
 
@@ -158,14 +161,19 @@ class Generator:
         controls = jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p)
         # The cache is only as large as needed: the spec's context may be very long.
         needed = max(len(prompt) + max_new_tokens, MIN_CACHE)
+        # A power of two, so that texts of similar lengths share their compiled
+        # programs.
         S = min(self.spec.context, 1 << (needed - 1).bit_length())
         ids, sampled = list(prompt[-S:]), 0
         while sampled < max_new_tokens:
             before_window()
+            # `max`, for a context of one token.
             window = ids if len(ids) <= S else ids[-max(1, S // 2) :]
+            # Always S tokens: another length would compile another program.
             padded_S = np.zeros(S, np.int32)
             padded_S[: len(window)] = window
             logits_V, cache = self._prefill(params, padded_S, jnp.int32(len(window)))
+            # One more than there are places: the last token is not read again.
             count = min(max_new_tokens - sampled, S - len(window) + 1)
             key = jax.random.key(seed)
             new_ids = self._sample(
@@ -181,6 +189,7 @@ class Generator:
             )
             ids += np.asarray(new_ids)[:count].tolist()
             sampled += count
+        # Not `ids[-max_new_tokens:]`, which is all of them for 0.
         return ids[len(ids) - max_new_tokens :]
 
 

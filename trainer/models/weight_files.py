@@ -34,7 +34,9 @@ CONFIG, INDEX, SINGLE = (
 )
 MODELOPT = "hf_quant_config.json"  # holds what others have in QUANTIZATION
 HEAD = "lm_head.weight"
+# The default of transformers 4.
 SHARD_BYTES = 5 * 10**9
+# A bound of what is read into memory from a directory of somebody else.
 TOKENIZER_BYTES = 1 << 28
 # A tokenizer consists of these files: a copy of them is the same tokenizer.
 TOKENIZER_FILES = (
@@ -68,6 +70,7 @@ def read_tensors(
             f"{path} does not exist; give a Hugging Face directory or a safetensors"
             " file"
         )
+    # Before the search for files, which would only say that there are none.
     check_format(path)
     files: list[Path] = [path]
     file_names: dict[str, str] = {}
@@ -109,6 +112,7 @@ def read_tensors(
 
 def read_tensor_file(file: Path, fp8: Fp8ScaleLayout | None) -> dict[str, np.ndarray]:
     """Return all tensors of a safetensors file, by name; see `read_tensors`."""
+    # A named pipe would never end, and a device may not.
     check_regular(file)
     try:
         return load_file(file) if fp8 is None else load_fp8_file(file)
@@ -128,6 +132,7 @@ def read_tensor_file(file: Path, fp8: Fp8ScaleLayout | None) -> dict[str, np.nda
 
 def unscaled_tensor(file: Path) -> str:
     """Describe the first tensor of a safetensors file whose dtype NumPy lacks."""
+    # The library's error names a dtype and no tensor.
     with safe_open(file, "np") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
             try:
@@ -149,6 +154,7 @@ def load_fp8_file(file: Path) -> dict[str, np.ndarray]:
       AttributeError: a tensor has another type than those of `DTYPES`.
     """
     tensors = {}
+    # The library's own reader for NumPy knows no FP8.
     for name, raw in deserialize(file.read_bytes()):
         dtype = DTYPES.get(raw["dtype"])
         if dtype is None:
@@ -183,6 +189,7 @@ def pop_tied_head(source: Path, tensors: dict[str, np.ndarray], table: str) -> N
       UserError: head and table differ.
     """
     head = tensors.pop(HEAD, None)
+    # Some programs save the shared tensor under the head's name alone.
     if head is not None and not np.array_equal(head, tensors.setdefault(table, head)):
         raise UserError(
             f"{source}: {HEAD} differs from {table}, but this model has a tied head"
@@ -245,6 +252,7 @@ def check_sizes(source: Path, sizes: Mapping[str, Any]) -> None:
     # Each layer has a matrix with the width as one side, and this as the other.
     widest = max(width, *(int(sizes.get(key) or 0) for key in ("d_mlp", "head_dim")))
     needed_bytes = layers * width * widest + ids * width
+    # A byte a weight, as in FP8, is the least that any file here has.
     if files and needed_bytes > file_bytes:
         raise UserError(
             f"{config_beside(source)}: {layers:,} layers of width {width:,} and {ids:,}"
@@ -272,6 +280,7 @@ def weight_map(directory: Path) -> dict[str, str]:
             f"{directory / INDEX} has no weight_map; download or copy it again"
         )
     for name in names.values():
+        # A name with a folder could lead out of the directory.
         is_local = isinstance(name, str) and name == os.path.basename(name)
         if not is_local or not name.endswith(".safetensors"):
             raise UserError(
@@ -314,10 +323,13 @@ def write_file(tensors: dict[str, np.ndarray], path: Path) -> None:
     Raises:
       UserError: the file cannot be written, such as on a full disk.
     """
+    # Not a name that ends in .safetensors, which readers take: a killed export may
+    # leave it behind.
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     umask = os.umask(0)  # reads it by setting it
     os.umask(umask)
     try:
+        # transformers 4 has versions that refuse files without this entry.
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.chmod(0o666 & ~umask)
         partial.replace(path)
@@ -340,6 +352,7 @@ def write_tensors(
     Raises:
       UserError: existing weights.
     """
+    # A mixture of two exports would be read as one model.
     existing = [name for name in (SINGLE, INDEX) if (directory / name).exists()]
     if existing:
         raise UserError(f"{directory / existing[0]} exists; choose another directory")
@@ -360,6 +373,7 @@ def write_tensors(
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        # Last: where there is an index, all of its files are complete.
         write_object(directory / INDEX, index)
     return [directory / name for name in names]
 
@@ -369,6 +383,7 @@ def split_shards(tensors: Mapping[str, np.ndarray], size: int) -> Iterator[list[
     names: list[str] = []
     filled = 0
     for name, tensor in tensors.items():
+        # `names` is empty where a tensor alone is larger than a file.
         if names and filled + tensor.nbytes > size:
             yield names
             names, filled = [], 0
