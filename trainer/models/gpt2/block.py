@@ -57,11 +57,14 @@ class Attention(nnx.Module):
         projections = project_normed(
             x_NxD, norm, self.qkv, self.tensor_axis, self.recompute
         )
+        # From the array: with tensor parallelism a device has a part of the heads.
         heads = projections[0].shape[1] // self.head_dim
         return [y.reshape(batch, -1, heads, self.head_dim) for y in projections]
 
     def qkv(self, x_NxD: jax.Array) -> list[jax.Array]:
         """Return queries, keys and values, `[N, H*K]` each."""
+        # Before the split: going back, the three gradients are one array here, with one
+        # scale.
         return jnp.split(self.rescale_gradient(self.c_attn(x_NxD)), 3, axis=1)
 
     def rescale_gradient(self, x: jax.Array) -> jax.Array:
@@ -86,6 +89,7 @@ class Attention(nnx.Module):
         out_BxTxHxK = self.attention(
             q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, causal=True, segments=segments_BxT
         )
+        # -1, not D: a device may have a part of the heads.
         return self.project(out_BxTxHxK.reshape(len(x_NxD), -1))
 
     def decode(
@@ -112,6 +116,7 @@ class GeluMLP(nnx.Module):
         )
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:
+        # GELU adds the bias itself, in FP32: the sum is neither rounded nor stored.
         c_fc = functools.partial(self.c_fc, add_bias=False)
         hidden_NxF = project_normed(x_NxD, norm, c_fc, self.tensor_axis, self.recompute)
         return maybe_remat(self.project_down, self.recompute)(hidden_NxF)

@@ -10,6 +10,7 @@ from trainer.models.gpt2.spec import GPT2Spec
 def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
     """Raise UserError where heads or channels cannot be split over the devices."""
     widths = spec.d_model, spec.mlp_width
+    # A device needs whole heads, and FP8 matmuls a multiple of channels on each.
     if spec.n_head % devices or any(width % (devices * multiple) for width in widths):
         parts = f"multiples of {multiple}" if multiple > 1 else "equal parts"
         raise UserError(
@@ -17,6 +18,7 @@ def check_tensor(spec: GPT2Spec, devices: int, multiple: int) -> None:
             f" heads, width {spec.d_model} and {spec.mlp_width} hidden channels into"
             f" {parts}; valid: a divisor of all"
         )
+    # `LastColumns` counts the columns of a whole kernel.
     if spec.value_gain is not None:
         raise UserError(
             f"model.value_gain={spec.value_gain} needs parallel.tensor=1, not"
@@ -29,6 +31,7 @@ def matmul_sizes(spec: GPT2Spec, sizes: Sizes) -> Sizes:
     if spec.value_gain is None:
         return sizes
     d = spec.d_model
+    # A list, since `sizes` grows within the loop.
     for path in [path for path in sizes if path.endswith("attn.c_attn")]:
         sizes |= {path: (d, 2 * d), path.replace("c_attn", "c_value"): (d, d)}
     return sizes

@@ -100,10 +100,12 @@ def save_gpt2(
         "n_layer": spec.n_layer,
         "n_head": spec.n_head,
         "n_inner": spec.mlp_width,
+        # The tanh form; `gelu` is another function there.
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "embd_pdrop": spec.dropout,
         "resid_pdrop": spec.dropout,
+        # Fused attention has no dropout.
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
         "torch_dtype": str(tensors[LAYOUT.table].dtype),

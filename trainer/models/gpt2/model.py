@@ -73,10 +73,12 @@ class GPT2(Decoder):
 
         The first token is at `position`.
         """
+        # It shifts a slice that exceeds the table, in silence: see `decode`.
         wpe_TxD = jax.lax.dynamic_slice_in_dim(
             self.wpe.embedding[...], position, tokens_BxT.shape[1]
         )
         x_BxTxD = embedding(self.wte.embedding[...], tokens_BxT) + wpe_TxD[None]
+        # The sum of both tables is rounded once.
         return x_BxTxD.reshape(-1, self.spec.d_model).astype(self.compute_dtype)
 
     def hidden(
@@ -97,6 +99,7 @@ class GPT2(Decoder):
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
         embed_keys_B = keys_LxB = None
+        # Without keys, as in evaluation, there is no dropout.
         if spec.dropout > 0 and dropout_keys_B is not None:
             keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
             embed_keys_B, keys_LxB = keys[0], keys[1:]

@@ -31,7 +31,9 @@ CONFIG_KEYS = {
 # Other GPT-2s do not compute the same function.
 SUPPORTED = {
     "model_type": ("gpt2",),
+    # Three names of the tanh form.
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    # The epsilon of `scalify_core`'s layer norm.
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -155,6 +157,8 @@ class GPT2Spec(DecoderSpec):
         """See `family.Spec`."""
         check_supported(config, SUPPORTED)
         check_quantization(config)
+        # A file without a model_type is no file of transformers: all its sizes must be
+        # there.
         defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
         fields = {
             name: size_from_config(config, keys, defaults.get(name))

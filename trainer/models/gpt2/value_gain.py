@@ -34,6 +34,8 @@ class LastColumns(nnx.Module):
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         """Return `[N, columns]`."""
         assert self.bias is not None
+        # A power of two: the product's roundings are those without a gain, as long as
+        # nothing saturates or underflows.
         kernel_DxF = self.kernel[:, -self.columns :] * self.gain
         bias_F = self.bias[-self.columns :] * self.gain
         return dense(x_NxD, kernel_DxF, bias_F, self.dot_general, self.dtype)
