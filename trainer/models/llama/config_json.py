@@ -85,6 +85,7 @@ def fields_from_config(
     }
     heads, width = sizes["n_head"], sizes["d_model"]
     head_dim = config.get("head_dim")
+    # A quotient, not `//`: a width that the heads do not divide needs its head_dim.
     if head_dim in (None, width / heads):
         head_dim = None
     else:
@@ -121,11 +122,14 @@ def check_layers(
 ) -> None:
     """Raise UserError for unsupported `layer_types` or sliding windows."""
     kinds = config.get("layer_types")
+    # `layer_types` counts where it is given, as in transformers: the other keys are
+    # what it is derived from.
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise UserError(
                 f"layer_types: expected a list of num_hidden_layers={layers} entries"
             )
+        # A mixture of windows and full attention would need a model with both.
         is_sliding = config_format.window == "all" and "sliding_attention" in kinds
         supported = "sliding_attention" if is_sliding else "full_attention"
         unsupported = {*map(str, kinds)} - {supported}
@@ -139,6 +143,7 @@ def check_layers(
         window, full_attention_layers = config.get("sliding_window"), 0
         if config_format.window == "switched_after_first_layers":
             full_attention_layers = int(number(config, "max_window_layers"))
+        # A window in none of the layers changes nothing.
         if window is not None and full_attention_layers < layers:
             window_layers = layers - full_attention_layers
             raise UserError(

@@ -14,6 +14,8 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
     """Raise UserError where heads or channels cannot be split over the devices."""
     q_width = spec.n_head * spec.head_width
     kv_width = spec.n_kv_head * spec.head_width
+    # Heads of keys and values are fewer than those of queries, which they divide: they
+    # alone decide which devices have whole heads.
     if spec.n_kv_head % devices or any(
         width % (devices * multiple) for width in (q_width, kv_width, spec.mlp_width)
     ):
@@ -29,6 +31,7 @@ def make_family(cls: type[LlamaSpec]) -> Family:
     """Return the family of a spec that is Llama's, or inherits from it."""
 
     def load(source: Path, spec: LlamaSpec | None) -> tuple[LlamaSpec, Params]:
+        # The given spec is not used: a Llama needs its config.json.
         return load_llama(source, cls)
 
     return Family(

@@ -73,6 +73,7 @@ def layout_of(spec: LlamaSpec) -> Layout:
     """Return the layout of the weights of a family that is Llama or nearly so."""
     return Layout(
         table=TABLE,
+        # As they are called in a file that was saved without its head.
         roots=("embed_tokens.", "layers.", "norm.", "rotary_emb."),
         prefix="model.",
         buffers=BUFFERS,

@@ -62,6 +62,8 @@ class Rotation(NamedTuple):
         """
         if uses_rope is None:
             return self
+        # Angle 0 turns nothing. Selected by value, since a scan has one program for all
+        # layers.
         return Rotation(
             jnp.where(uses_rope, self.cos_TxP, 1), jnp.where(uses_rope, self.sin_TxP, 0)
         )
@@ -123,6 +125,7 @@ class Attention(nnx.Module):
         projections = project_normed(
             x_NxD, norm, self.qkv, self.tensor_axis, self.recompute
         )
+        # Over all heads together, so before they are apart.
         if self.qk_norm == "layer":
             q, k, v = projections
             projections = [self.q_norm(q), self.k_norm(k), v]
@@ -140,6 +143,8 @@ class Attention(nnx.Module):
         """Return queries `[N, H*K]`, and keys and values, `[N, G*K]` each."""
         projections = [self.q_proj(x_NxD), self.k_proj(x_NxD), self.v_proj(x_NxD)]
         if self.rescale_grad:
+            # Three scales, since the gradients of queries, keys and values may differ
+            # in size.
             projections = [dynamic_rescale_rms_grad(y) for y in projections]
         return projections
 
@@ -161,6 +166,8 @@ class Attention(nnx.Module):
             window=self.window,
             segments=segments_BxT,
         )
+        # Both in front of `o_proj`: its FP8 copies are rounded from the rebalanced
+        # data.
         out_BxTxHxK = rebalance_grad(
             rebalance(out_BxTxHxK, ATTENTION_REBALANCE), GRADIENT_REBALANCE
         )
@@ -322,6 +329,7 @@ class Llama(Decoder):
         angle_TxP = position_T[:, None] * frequency_P[None]
         rotation = Rotation(jnp.cos(angle_TxP), jnp.sin(angle_TxP))
         amplitude = 1.0 if spec.rope_scaling is None else spec.rope_scaling.amplitude
+        # No multiplication by 1 in the programs of models without YaRN.
         if amplitude == 1.0:
             return rotation
         return Rotation(*(amplitude * x for x in rotation))
@@ -353,6 +361,8 @@ class Llama(Decoder):
             rotation, segments_BxT = shared
             return block(x_NxD, rotation.masked(uses_rope), segments_BxT, B)
 
+        # Computed once, and passed to each block: in a scan it might be computed anew
+        # in each layer.
         shared = self.rotation(0, T), segments_BxT
         x_NxD = apply_blocks(
             self.h,
