@@ -99,6 +99,7 @@ class RopeScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor > 1:
+            # sqrt(1/t) of the YaRN paper, which recommends it for Llama.
             return 0.1 * math.log(self.factor) + 1
         return 1.0
 
@@ -108,6 +109,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.
 
     The fastest pair comes first.
     """
+    # In FP64, and rounded once: position 100,000 multiplies the error of a frequency.
     frequency_P = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is not None:
         # Pairs that turn often in the original context tell neighbors apart, and keep
@@ -147,6 +149,7 @@ def _unchanged_by_yarn(
 
     start = max(math.floor(pair_index(s.beta_fast)), 0)
     end = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
+    # As transformers, where a ramp of no width would divide by zero.
     width = end - start if end != start else 0.001
     return 1 - np.clip((np.arange(dim // 2) - start) / width, 0, 1)
 
@@ -164,17 +167,20 @@ def rope_of(
         contradict each other (readers differ in which they use).
     """
     rope = rope_settings(config)
+    # `type` is the key of files of earlier transformers.
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and kind not in KEYS:
         raise UserError(
             f"rope_type={kind!r} is not supported; valid: 'default',"
             f" {', '.join(map(repr, KEYS))}"
         )
+    # The base may stand at the top level, or in the object of rotary settings.
     settings = {**config, **rope}
     partial = settings.get("partial_rotary_factor")
     if partial not in (None, 1):
         raise UserError(f"partial_rotary_factor={partial} is not supported; valid: 1")
     theta = number(settings, "rope_theta", default_theta)
+    # Readers differ in which of the two they take.
     if theta != config.get("rope_theta", theta):
         raise UserError(
             f"rope_theta={config['rope_theta']} and rope_theta={theta} beside rope_type"
@@ -204,6 +210,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_scaling={scaling!r} and rope_parameters={rope!r} contradict each"
             " other; leave one of them in"
         )
+    # transformers 5 has an object for each kind of layer, where kinds differ.
     by_layer = [key for key, value in rope.items() if isinstance(value, dict)]
     if by_layer:
         raise UserError(
@@ -249,6 +256,7 @@ def scaling_fields(
         if "original_context" not in fields:
             original = whole_number(config, "max_position_embeddings")
             fields["original_context"] = original
+        # A number in the file may be 8192.0.
         fields["original_context"] = int(fields["original_context"])
     return fields
 

@@ -138,6 +138,8 @@ class LlamaSpec(DecoderSpec):
     @classmethod
     def fields_from_huggingface(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `family.Spec`."""
+        # By the spec, so that bounds are checked and nested settings are plain
+        # dictionaries.
         fields = dataclasses.asdict(cls.from_config(config))
         return {name: fields[name] for name in cls.checkpoint_fields()}
 
@@ -166,6 +168,7 @@ class LlamaSpec(DecoderSpec):
     def architecture(self) -> dict[str, Any]:
         """See `family.Spec`. Not all fields show in the parameters' shapes."""
         fields = dataclasses.asdict(self)
+        # A default and the same size written out are one architecture.
         computed = {"d_mlp": self.mlp_width, "head_dim": self.head_width}
         return {name: fields[name] for name in self.checkpoint_fields()} | computed
 

@@ -25,6 +25,8 @@ class MistralSpec(LlamaSpec):
         "MistralForCausalLM",
         {"hidden_act": "silu"},
         {
+            # A file that leaves the window out has this one. Later Mistrals have null,
+            # for none.
             "sliding_window": 4096,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -55,4 +57,5 @@ class MistralSpec(LlamaSpec):
 
     def extra_config(self) -> dict[str, Any]:
         """See `LlamaSpec`."""
+        # Null is written, too: without the key transformers takes 4096.
         return {"sliding_window": self.window}

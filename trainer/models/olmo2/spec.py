@@ -19,6 +19,7 @@ class Olmo2Spec(LlamaSpec):
         {"hidden_act": "silu", "attention_bias": False},
         {"rms_norm_eps": 1e-5},
         {
+            # Llama's name of the norm before the MLP: here it is behind attention.
             "attn_norm": "post_attention_layernorm",
             "mlp_norm": "post_feedforward_layernorm",
         },

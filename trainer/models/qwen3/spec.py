@@ -18,6 +18,8 @@ class Qwen3Spec(LlamaSpec):
         "Qwen3ForCausalLM",
         {"hidden_act": "silu", "attention_bias": False},
         {
+            # transformers' default: the width over the number of heads is another one
+            # in some sizes.
             "head_dim": 128,
             "num_key_value_heads": 32,
             "max_position_embeddings": 32768,

@@ -35,6 +35,7 @@ class SmolLM3Spec(LlamaSpec):
             "no_rope_layer_interval": 4,
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
+            # Unlike transformers' default for the other families here.
             "tie_word_embeddings": True,
         },
         window="switched",
@@ -86,6 +87,8 @@ class SmolLM3Spec(LlamaSpec):
         uses_rope = self.rope_layers or (True,) * self.n_layer
         return {
             "no_rope_layers": list(map(int, uses_rope)),
+            # An interval is at least 1: one beyond the last layer leaves all layers
+            # rotated.
             "no_rope_layer_interval": self.unrotated_every or self.n_layer + 1,
             "pad_token_id": None,  # transformers' default exceeds most vocabularies
         }
