@@ -231,6 +231,7 @@ class Factory:
             use_bias=bias,
             dot_general=self.dot_general_of(name),
             rngs=self.rngs,
+            # Flax gives it to the parameter, where `roles_of` finds it.
             kernel_metadata={"role": kernel_role},
             bias_metadata={"role": bias_role},
         )
@@ -288,6 +289,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         if self.rescale_grad:
+            # The place that the Scalify paper rescales: two a layer, against 18 of
+            # delayed scaling.
             x_NxD = dynamic_rescale_rms_grad(x_NxD)
         return layer_norm(x_NxD, self.scale[...], self.bias[...])
 
@@ -364,6 +367,7 @@ def dropout(x_NxD: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Arra
         keys_B
     )
     keep_NxD = keep_BxTxD.reshape(x_NxD.shape)
+    # Scaled in training, so that evaluation needs no factor.
     return jnp.where(keep_NxD, x_NxD / (1.0 - rate), 0.0).astype(x_NxD.dtype)
 
 

@@ -94,9 +94,11 @@ class Attention(nnx.Module):
             kind="column",
             bias=spec.qkv_bias,
         )
+        # Three kernels, as in the files: XLA may join their matmuls.
         self.q_proj = linear("attn.q_proj", d_out=q_width)
         self.k_proj = linear("attn.k_proj", d_out=kv_width)
         self.v_proj = linear("attn.v_proj", d_out=kv_width)
+        # Qwen2 has biases of queries, keys and values alone.
         self.o_proj = layers.linear(
             "attn.o_proj",
             q_width,
@@ -107,6 +109,8 @@ class Attention(nnx.Module):
         )
         self.qk_norm = spec.qk_norm
         if spec.qk_norm is not None:
+            # OLMo 2 has a gain for each channel of all heads, Qwen3 one vector of gains
+            # that all heads share.
             sizes = (
                 (q_width, kv_width) if spec.qk_norm == "layer" else (self.head_dim,) * 2
             )
@@ -195,6 +199,8 @@ class MLP(GatedMLP):
 
     names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     bias: ClassVar[bool] = False
+    # `rebalance_hidden` divides by it afterwards: the linear branch's amax is then near
+    # 1.
     hidden_amax: ClassVar[float] = HIDDEN_REBALANCE
 
     def branches(self, x_NxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -218,6 +224,7 @@ def identity(x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Two residual branches, attention and MLP, each with a norm before or after it."""
 
+    # The output of a block is the input of the next, and the last is that of the norm.
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(self, spec: LlamaSpec, layers: Factory) -> None:
