@@ -52,6 +52,7 @@ class Build(Factory):
 
     def scope(self, path: str) -> "Build":
         """Return a `Build` for layers under a path."""
+        # The same key stream: each layer takes the next key, whatever its path.
         return Build(self.vocab_size, self.context, path, self.rngs, **self._settings)
 
     def layer_norm(self, d: int, probes: tuple[str, ...] = ("out",)) -> LayerNorm:
@@ -83,6 +84,7 @@ class CausalModel(nnx.Module):
         **_: Any,
     ) -> jax.Array:
         """Return the mean cross-entropy of the targets in nats, an FP32 scalar."""
+        # Ignored, they would let documents see each other without a word.
         if segments_BxT is not None:
             raise UserError(
                 "data.document_mask=true: a custom model takes no segments; set"
@@ -136,11 +138,13 @@ class CustomSpec:
     vocab_size: int
     context: int
     keep_fp8_weights: bool
+    # Such choices are in the user's code, where the trainer does not see them.
     dropout: float = 0.0
     scan_layers: bool = False
     remat: str = "none"
     n_layer: int = 0  # unknown
     n_head: int = 0
+    # Its attention is unknown: FLOPs leave it out, and FP8 attention is refused.
     head_width: None = None
     attention_window: None = None
 
@@ -152,6 +156,7 @@ class CustomSpec:
     @property
     def d_model(self) -> int:
         """Width of the first table or head; 1 if there is neither."""
+        # The head's FLOPs, d_model x vocab_size, are counted by it.
         for role, shape in parameters(self):
             if role.kind in ("table", "head"):
                 return shape[-1]
@@ -204,6 +209,7 @@ def build_functions(spec: CustomSpec, **settings: Any) -> ModelFunctions[CausalM
 
     def make(rngs: nnx.Rngs) -> CausalModel:
         model = spec.make(Build(spec.vocab_size, spec.context, "", rngs, **settings))
+        # Training, evaluation and sampling call its `loss`, `hidden` and `decode`.
         if not isinstance(model, CausalModel):
             raise UserError(
                 f"model gave a {type(model).__name__}; expected a trainer.CausalModel"

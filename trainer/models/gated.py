@@ -102,6 +102,8 @@ class GatedMLP(nnx.Module):
             scaled_rows=self.smooth,
         )
         setattr(self, output, layer)
+        # After all layers are made: the values of all other parameters are the same
+        # without it.
         align(*self.input_layers, spec.align_channels, spec.align_gain)
 
     def __call__(self, x_NxD: jax.Array, norm: Norm) -> jax.Array:

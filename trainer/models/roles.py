@@ -103,6 +103,8 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
     Returns:
       None for an array without a parameter, such as a count of steps.
     """
+    # Only keys of dictionaries: states before them are tuples and named tuples, and
+    # scaled arrays behind them have fields.
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     # An optimizer's state may have dictionaries around those of the parameters.
     for start in range(len(keys)):
@@ -137,6 +139,7 @@ def select_roles(roles: Any, names: Sequence[str]) -> dict[str, Any]:
         path_of(path, role): (path, role)
         for path, role in jax.tree_util.tree_leaves_with_path(roles)
     }
+    # By path: two names may select one parameter.
     selected: dict[tuple[Any, ...], Role] = {}
     for name in names:
         kinds = KIND_ALIASES.get(name, ())

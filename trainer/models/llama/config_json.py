@@ -80,6 +80,7 @@ def fields_from_config(
     check_supported(config, supported)
     check_quantization(config)
     check_architectures(config, config_format.class_name)
+    # Without defaults, unlike transformers: a file without its sizes is damaged.
     sizes: dict[str, Any] = {
         field_name: whole_number(config, key) for key, field_name in SIZES.items()
     }
@@ -168,10 +169,12 @@ def config_from_spec(spec: "LlamaSpec", dtype: str, eot: int | None) -> dict[str
         "num_hidden_layers": spec.n_layer,
         "num_attention_heads": spec.n_head,
         "num_key_value_heads": spec.n_kv_head,
+        # Also where it is the quotient: Qwen3's default is 128.
         "head_dim": spec.head_width,
         "max_position_embeddings": spec.context,
         "initializer_range": spec.init_std,
         "rms_norm_eps": spec.norm_eps,
+        # Keys of transformers 4, which version 5 reads, too; so is `torch_dtype`.
         "rope_theta": spec.rope_theta,
         "rope_scaling": rope_to_config(spec.rope_scaling),
         **spec.config_format.fixed,

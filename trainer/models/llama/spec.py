@@ -58,12 +58,14 @@ class LlamaSpec(DecoderSpec):
         "LlamaForCausalLM",
         {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     )
+    # Class variables: a family has them, and no key of the configuration sets them.
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[Literal["head", "layer"] | None] = None
     norms: ClassVar[Literal["before", "after"]] = "before"
 
     vocab_size: Positive
     context: Positive = 2048
+    # The sizes of SmolLM2 135M.
     n_layer: Layers = 30
     n_head: Positive = 9
     n_kv_head: Positive = 3
@@ -92,6 +94,7 @@ class LlamaSpec(DecoderSpec):
                 f" model.n_head={self.n_head}; change one of them, or set"
                 " model.head_dim"
             )
+        # Each head of keys and values serves the same number of query heads.
         if self.n_head % self.n_kv_head:
             raise UserError(
                 f"model.n_head={self.n_head} is not a multiple of"
