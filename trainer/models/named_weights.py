@@ -97,6 +97,7 @@ def named_leaves(
         leaves, is_leaf=lambda node: isinstance(node, tuple)
     ):
         *modules, leaf_name = (entry.key for entry in path)
+        # Numbers of layers are the same in both.
         parts = [layout.modules.get(module, str(module)) for module in modules]
         # Hugging Face calls kernels, tables and gains `weight`.
         parts.append("bias" if leaf_name == "bias" else "weight")

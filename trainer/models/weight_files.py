@@ -267,6 +267,7 @@ def indexed_names(directory: Path) -> dict[str, str]:
 
     Empty: no index applies.
     """
+    # As `weight_files`: beside a model.safetensors an index is not read.
     if has_file(directory / SINGLE) or not has_file(directory / INDEX):
         return {}
     return weight_map(directory)
@@ -413,6 +414,7 @@ def tokenizer_files(source: Path, more: Sequence[str] = ()) -> list[Path]:
     root = source.resolve()
     blobs = root.parent.parent / "blobs"
     is_hub = root.parent.name == "snapshots" and not blobs.is_symlink()
+    # A link may lead to a private file, which an export would publish.
     for file in files:
         real = file.resolve()
         if not real.is_relative_to(root) and not (is_hub and real.parent == blobs):
@@ -431,5 +433,6 @@ def carry_tokenizer(files: Sequence[Path], target: Path) -> list[Path]:
         folder = target / TEMPLATES if is_template else target
         folder.mkdir(parents=True, exist_ok=True)
         copies.append(folder / file.name)
+        # Read with a bound: a copy of somebody else's file would take any size.
         write_atomically(copies[-1], read_file(file, TOKENIZER_BYTES))
     return copies

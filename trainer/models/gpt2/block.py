@@ -43,9 +43,12 @@ class Attention(nnx.Module):
         self.c_attn = layers.linear(
             "attn.c_attn",
             spec.d_model,
+            # One kernel, as in GPT-2's files: one matmul of three times the columns.
             3 * spec.d_model,
             spec.init_std,
             "column",
+            # Contiguous shares of the columns would not have the same heads of all
+            # three: see `Role`.
             groups=3,
         )
         self.c_proj = layers.linear(
@@ -137,6 +140,7 @@ class SwigluMLP(GatedMLP):
 class Block(nnx.Module):
     """Two residual branches: attention of the given class, and MLP, each normalized."""
 
+    # The output of a block is the input of the next, and the last is that of `ln_f`.
     probes: ClassVar[tuple[str, ...]] = ("in",)
 
     def __init__(

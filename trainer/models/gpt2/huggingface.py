@@ -82,6 +82,7 @@ def save_gpt2(
     Raises:
       UserError: Hugging Face's GPT-2 lacks the MLP, or there are weights already.
     """
+    # Before anything is written.
     if spec.mlp != "gelu":
         raise UserError(
             f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot"

@@ -61,6 +61,7 @@ class GPT2(Decoder):
         self.h = make_blocks(
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
         )
+        # Its input is the last residual stream, which no block after it measures.
         self.ln_f = LayerNorm(spec.d_model, layers, probes=("in", "out"))
 
     @property

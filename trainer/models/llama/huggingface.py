@@ -78,6 +78,7 @@ def layout_of(spec: LlamaSpec) -> Layout:
         prefix="model.",
         buffers=BUFFERS,
         modules={**MODULES, **spec.config_format.modules},
+        # PyTorch's `Linear` holds [out, in]; GPT-2's files are of `Conv1D`, [in, out].
         transposed=True,
     )
 
