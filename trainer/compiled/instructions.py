@@ -165,6 +165,7 @@ def parse_instruction(line: str) -> Instruction | None:
         name=match[1],
         opcode=line[stop:opening].strip(),
         shapes=tuple(parse_shapes(line[start:stop])),
+        # Types of operands may stand before their names, which alone begin with %.
         operands=tuple(re.findall(r"%([^\s,()]+)", line[opening:end])),
         text=line[end:],
     )

@@ -267,6 +267,7 @@ def fusion_reads(body: Computation) -> int:
             names += [i.name for i in direct if i.opcode == "bitcast"]
             users += [i for i in direct if i.opcode != "bitcast"]
         is_sliced = all(i.opcode in SLICES for i in users)
+        # As the first operand only: an array that is written into another is read.
         is_updated = all(
             i.opcode == "dynamic-update-slice" and i.operands[0] in names for i in users
         )

@@ -132,6 +132,7 @@ def figures_of(
     out["seconds", "kernels"] = sum(
         seconds for _, seconds in kernel_rooflines(program, hardware.target)
     )
+    # No defaultdict: a misspelt name is an error to who reads it.
     return dict(out)
 
 

@@ -472,6 +472,7 @@ def plan_step(
     extrapolated = is_extrapolated(model.spec, model.policy, exact, task.trainable)
     with (
         no_compilation_cache(),
+        # The two depths compile side by side.
         ThreadPoolExecutor(2) as pool,
         contextlib.ExitStack() as stack,
     ):

@@ -323,6 +323,7 @@ class Blocks(Method):
 
     def check(self, policy: "PrecisionFields") -> None:
         """Raise UserError for fields that do not fit the method."""
+        # Not the base's check, which refuses simulation: blocks may be simulated.
         if policy.forward is None or not (policy.simulate or self.format_pairs):
             simulate = "" if self.format_pairs else ", precision.simulate=true"
             raise UserError(
@@ -378,6 +379,8 @@ class Rowwise(Blocks):
     """A power of two for each row of an operand, along the sum."""
 
     name = "rowwise"
+    # The products are those of FP8 numbers, whose scales are applied to the result:
+    # sizes and GPUs are those of FP8, not of blocks.
     format_pairs = (("e4m3", "e4m3"), ("e4m3", "e5m2"))
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":
@@ -413,6 +416,7 @@ class Nvfp4(Blocks):
     # For an older GPU XLA multiplies the widened operands: correct, but no faster than
     # BF16.
     capability = (10, 0)  # Blackwell
+    # The second is the wide forward pass, with which NVIDIA's recipe ends a training.
     format_pairs = (("e2m1", "e2m1"), ("bf16", "e2m1"))
     kernels = "NVFP4"
     settings = ("four_over_six",)
