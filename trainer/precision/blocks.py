@@ -268,7 +268,7 @@ def fp4(x: jax.Array, bits: jax.Array | None = None) -> jax.Array:
 
 
 def divide_by_scales(x: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return `x` divided by the scales of its blocks; zeros where they are zero."""
+    """Return `x` divided by the scales of its blocks, unchanged where they are zero."""
     # The scale is zero where E4M3 underflows. The block's numbers are then at most 6 *
     # 2^-10, which E2M1 rounds to nearest as zero, and their products with the scale are
     # zero in any case.
