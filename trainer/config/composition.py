@@ -75,6 +75,8 @@ def explain_hydra_errors(arguments: Sequence[str]) -> Iterator[None]:
 
 def compose_tree(overrides: Sequence[str], **settings: Any) -> DictConfig:
     """Return the configuration as Hydra composes it, without checks."""
+    # None is the behavior of the installed Hydra; without it Hydra warns and assumes an
+    # older one's.
     with initialize_config_dir(CONFIGS, version_base=None):
         return compose("config", list(overrides), **settings)
 
@@ -99,6 +101,7 @@ def build_config(tree: DictConfig, line: CommandLine, **changes: Any) -> Config:
     values = with_settings(tree, line.settings)
     values.pop("experiment", None)  # a group without keys: only the name of a choice
     values |= changes
+    # Code below indexes into the groups.
     check_groups(Config, values)
     fetch_from_hub(values, line)
     if inherited.needs_architecture(values.get("model")):
@@ -107,9 +110,12 @@ def build_config(tree: DictConfig, line: CommandLine, **changes: Any) -> Config:
             converted(str | None, values["init_from"], "init_from"),
             other_tokenizer=values["init"]["embeddings"] is not None,
         )
+    # After the resume and the file, both of which may have phases; Hydra composes no
+    # presets inside of a list.
     values["train"]["phases"] = with_presets(values["train"]["phases"])
     config: Config = from_tree(Config, values)
     validate(config)
+    # A phase may have a precision, an optimizer and steps that do not fit the model.
     for phase in phases_of(config):
         validate(phase.config)
     return config
@@ -156,6 +162,8 @@ def full_precision(precision: Any) -> Any:
     if isinstance(precision, str):
         return preset(precision)
     if isinstance(precision, dict) and precision.get("name") in presets():
+        # A resumed run's phases have all fields, which win over a preset that changed
+        # since.
         return {**preset(precision["name"]), **precision}
     return precision
 
@@ -189,6 +197,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
       UserError: a key was renamed, a run cannot be continued, or a file cannot be read.
     """
     long = long_forms(arguments)
+    # Before Hydra, which would call an old name unknown.
     check_key_names(long)
     overrides = overrides_in(long)
     # Hydra wants flags and their values (`--cfg job`) before the overrides.
@@ -202,6 +211,7 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
     files = [text for text in overrides if text.startswith("config=")]
     overrides = [text for text in overrides if text not in files]
     line = continue_run(overrides, groups, families, is_sweep=is_sweep(flags))
+    # Which of the two wins would not be clear.
     if files and line.settings:
         raise UserError(
             f"{files[0]}, but resume= takes the settings of that run; leave config="
@@ -220,6 +230,7 @@ def check_choices(
     """Raise UserError for a group whose value Hydra does not read as a name."""
     for override in overrides:
         key, _, value = override.partition("=")
+        # For null, true and 1 Hydra raises ValueError, which is no HydraException.
         if key in groups and NOT_A_CHOICE.fullmatch(value):
             raise UserError(f"{override}: expected one of {', '.join(groups[key])}")
 
@@ -229,6 +240,7 @@ def choices_of_groups() -> dict[str, list[str]]:
     return {
         path.name: sorted(choice.stem for choice in path.glob("*.yaml"))
         for path in sorted(Path(CONFIGS).iterdir())
+        # `base` holds what choices inherit from; it is no group.
         if path.is_dir() and path.name != "base"
     }
 
@@ -240,6 +252,7 @@ def choice_of_each_family() -> dict[str, str]:
     """
     choices: dict[str, str] = {}
     for path in sorted(Path(CONFIGS, "model").glob("*.yaml")):
+        # Read as text: composing each file would take seconds.
         base = re.search(r"/base/(\w+)@_here_", path.read_text(encoding="utf-8"))
         if base:
             choices.setdefault(base[1], path.stem)
@@ -284,6 +297,7 @@ class Sweep(NamedTuple):
         except HydraException:
             return cls([], [])  # Hydra reports it
         swept = {o.get_key_element(): o for o in overrides if o.is_sweep_override()}
+        # The sweeper draws values of an interval while it runs.
         if not swept or any(o.is_interval_sweep() for o in swept.values()):
             return cls(list(swept), [])
         constant = [
@@ -309,6 +323,8 @@ class Sweep(NamedTuple):
             overrides = [
                 argument
                 for argument in arguments
+                # `compose` has no node `hydra`, and would refuse keys of the launcher
+                # or the sweeper.
                 if not key_of(argument).startswith(("hydra.", "hydra/"))
             ]
             try:
@@ -317,6 +333,8 @@ class Sweep(NamedTuple):
                     build_config(compose_tree(overrides), line)
             except UserError as error:
                 problem = f"job {number}: {error}; no job was started"
+                # Jobs that differ in another key have the same error, which one line
+                # tells.
                 messages.setdefault(str(error), problem)
         return list(messages.values())
 
@@ -347,6 +365,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
         argument = tilde.sub(lambda match: match[1] + home, argument)
         key, _, value = argument.partition("=")
         if (
+            # A value with quotes says itself that it is text.
             NAME_KEYS.fullmatch(key.lstrip("+"))
             and "'" not in value
             and '"' not in value
@@ -360,6 +379,7 @@ def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     """Return Hydra's or OmegaConf's message in one line, with the nearest valid key for
     a wrong one.
     """
+    # The search path names directories of this installation.
     text = " ".join(str(error).split("Config search path:")[0].split())
     if "override_grammar" in text:
         return _describe_unreadable(text.split(" See https://")[0], argv)
@@ -392,6 +412,7 @@ def _describe_unreadable(text: str, argv: Sequence[str]) -> str:
         return f"{missing[1]!r}: expected key=value; --help lists the keys"
     for argument in filter(_is_unreadable, argv):
         key, _, value = " ".join(argument.split()).partition("=")
+        # A list needs its quotes inside; the message below shows where.
         if "'" not in value and not value.startswith("["):
             return (
                 f"{key}={value}: characters such as = ( ) {{ }} : , in a value need"

@@ -80,6 +80,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     raw = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(raw, dict)
     values = {str(key): raw[key] for key in raw if key not in NOT_KEYS}
+    # Hydra leaves a group without a choice out of the tree.
     values.setdefault("experiment", None)
     # The tree is not resolved, so that `run_dir` shows its pattern. The learning rate
     # shows its number.
@@ -90,6 +91,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
         if not isinstance(group, Mapping) and name not in valid:
             continue
         choice = choice_of.get(name)
+        # Only these groups have files; `diloco` is set by the choices of `parallel`.
         texts = {} if name not in [*valid, "diloco"] else _comments_of(name, choice)
         keys = _keys(f"{name}.", group or {}, {**about, **texts})
         groups.append(
@@ -133,6 +135,7 @@ def _comments_of(group: str, choice: str | None) -> dict[str, str]:
     comment_of: dict[str, str] = {}
     for file in filter(Path.is_file, files):
         for key, text in comments(file.read_text(encoding="utf-8")).items():
+            # The base explains a key; a choice that sets it need not repeat that.
             comment_of.setdefault(f"{group}.{key}", text)
     return comment_of
 
@@ -146,6 +149,7 @@ def comments(text: str) -> dict[str, str]:
     path: list[tuple[int, str]] = []
     for line in text.splitlines():
         more = CONTINUATION.match(line)
+        # Comments with less indentation are for readers of the file, not of the help.
         if more and path and len(more["indent"]) > path[-1][0] + 2:
             name = ".".join(key for _, key in path)
             comment_of[name] = (
@@ -156,9 +160,11 @@ def comments(text: str) -> dict[str, str]:
         if not match:
             continue
         indent = len(match["indent"])
+        # Indentation alone tells the groups: a YAML parser drops the comments.
         path = [(depth, key) for depth, key in path if depth < indent]
         if match["entry"]:
             path = []
+        # In the defaults list `base/diloco@diloco` sets group `diloco`.
         path.append((indent, match["key"].partition("@")[2] or match["key"]))
         if match["about"]:
             comment_of[".".join(key for _, key in path)] = match["about"].strip()
@@ -169,6 +175,7 @@ def valid_names(name: str, values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names that a key takes; empty if it takes other values."""
     hint: Any = Config
     for part in name.split("."):
+        # The keys of a model or an optimizer depend on the chosen family or name.
         hint = _variant_of(hint, values)
         if not isinstance(hint, type) or part not in (fields := annotations(hint)):
             return ()
@@ -191,5 +198,7 @@ def _variant_of(hint: Any, values: Mapping[str, Any]) -> Any:
     for extra in getattr(hint, "__metadata__", ()):
         if isinstance(extra, Variants):
             name = values.get(extra.key)
+            # The common class for a name that is not valid, which another check
+            # reports.
             return extra.classes.get(str(name), typing.get_args(hint)[0])
     return hint
