@@ -29,13 +29,17 @@ def fetch(key: str, value: str) -> str:
       UserError: the hub has no such repository, or cannot be reached.
     """
     match = HUB_ID.fullmatch(value)
+    # A mistyped local path looks like OWNER/NAME: with its parent here, the hub is not
+    # asked.
     if match is None or Path(value).exists() or Path(value).parent.exists():
         return value
+    # Imported where it is used: most runs need no hub.
     import huggingface_hub
     from huggingface_hub import errors
 
     name, revision = match.groups()
     try:
+        # No pickled weights and no other formats, which no reader takes.
         return huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(KEYS[key])
         )

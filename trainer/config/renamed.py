@@ -32,6 +32,7 @@ def check_key_names(overrides: Sequence[str]) -> None:
     """Raise UserError with the new name if an override has an old one."""
     for override in overrides:
         key, equals, value = override.partition("=")
+        # Hydra's + and ~ belong to the override that the message suggests.
         prefix = key[: len(key) - len(key.lstrip("+~"))]
         new = new_name(key.lstrip("+~"))
         if new is not None:
@@ -49,6 +50,7 @@ def new_name(key: str) -> str | None:
 
     None: it was not renamed.
     """
+    # Phases are a list, so a key in one has an index that the table lacks.
     phase = re.match(r"train\.phases\[\d+\]\.", key)
     prefix = phase[0] if phase else ""
     new = RENAMED_KEYS.get(key.removeprefix(prefix))
@@ -83,6 +85,7 @@ def _with_new_names(groups: Mapping[str, Any]) -> dict[str, Any]:
         keys = tree.get(old_group)
         if not isinstance(keys, dict) or old_key not in keys:
             continue
+        # An old run has no group `diloco`.
         new_keys = tree.setdefault(new_group, {})
         if isinstance(new_keys, dict):
             if new_key in new_keys:

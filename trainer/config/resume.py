@@ -91,6 +91,7 @@ def continue_run(
                 f" run_dir={source} to continue from its checkpoints"
             )
         return CommandLine(list(arguments), {})
+    # Before the file is read: these errors are the command line's alone.
     _check_overrides(overrides, source)
     tree = read_saved(file)
     run_dir = unquoted(overrides.get("run_dir", source))
@@ -215,6 +216,8 @@ def read_saved(file: Path) -> dict[str, Any]:
       UserError: the run has a symbolic link, the file is damaged, or its groups are not
         those of the schema.
     """
+    # config.yaml could be a link to a private file, parts of which an error would
+    # quote.
     check_no_links(file.parent)
     try:
         tree = renamed_keys(read_mapping(file))
