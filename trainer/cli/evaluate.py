@@ -81,6 +81,7 @@ def main(args: Arguments) -> None:
     tasks = names_in("tasks", args.tasks, "last_word,word_order")
     if not names and not tasks:
         names = ["fp32"]
+    # A wrong name is answered before the run is loaded.
     policies = {name: policy_of(name) for name in names}
     if tasks:
         print_tasks(args, policies, tasks)
@@ -106,6 +107,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     train_tasks = {
         name: workload.task.in_precision(policy) for name, policy in policies.items()
     }
+    # As many as in the run, so that its last validation loss is reproduced.
     max_batches = args.batches or config.train.final_eval_batches
     batches = batches_of(args, workload, max_batches)
     sequences = batches.n_batches * workload.data.val.batch_size
@@ -122,10 +124,12 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     results = []
     accum = config.train.grad_accum_steps
     for result in evaluate(workload.task, restored.state, train_tasks, batches, accum):
+        # Printed one by one: each precision is compiled, which takes a while.
         results.append(result)
         show(table_row(result, results[0].loss))
     for name, train_task in train_tasks.items():
         model = train_task.model
+        # Such a row equals wide arithmetic, and would pass for a lossless FP8.
         if model.policy.forward and not model.narrow:
             why = next(iter(model.skipped.values()))
             show(
@@ -156,6 +160,7 @@ def batches_of(
 
     if not args.text:
         return validation_text(workload, max_batches)
+    # In the user's cache: a run's directory or cache may be read by somebody else.
     source = TextSource(tuple(split(args.text)), None, args.column)
     return source_text(source, own_cache(), workload, max_batches)
 
@@ -174,6 +179,7 @@ def print_tasks(
     args: Arguments, policies: Mapping[str, Policy], names: Sequence[str]
 ) -> None:
     """Print a line for each metric of each task, and write tasks.json into the run."""
+    # Not in `main`: without tasks these arguments are not read.
     check_at_least(args, limit=0, fewshot=-1, batch=1)
     if args.batch > MAX_SEQUENCES:
         raise UserError(f"batch={args.batch}: expected at most {MAX_SEQUENCES}")
@@ -189,6 +195,7 @@ def print_tasks(
 
     run_dir = Path(args.run_dir)
     config, workload, restored = restore_training(run_dir, args.step)
+    # 0 asks for no examples, so another number stands for the default.
     fewshot = None if args.fewshot < 0 else args.fewshot
     tasks = choose_tasks(
         names,
@@ -207,6 +214,8 @@ def print_tasks(
     ):
         results.append({"precision": name, "tasks": show_scores(name, scores)})
     folder = run_dir / "tasks"
+    # Our own tasks are made of this run's text; as files the harness scores an export
+    # on the same items.
     files = [
         write_for_harness(name, items, folder) for name, items in tasks.items.items()
     ]
@@ -231,6 +240,7 @@ def show_scores(
     for task, metrics in scores.items():
         rows[task] = {}
         for metric, score in metrics.items():
+            # Too few items have no standard error.
             error = f" ± {score.error:.4f}" if math.isfinite(score.error) else ""
             show(f"{precision:<32} {task:<24} {metric:<20} {score.value:>10.4f}{error}")
             rows[task][metric] = score._asdict()
@@ -263,6 +273,7 @@ def policy_of(item: str) -> Policy:
       UserError: an override that is not of the precision, or a precision whose scales
           only training has.
     """
+    # Commas separate precisions, so changes to one need another sign.
     name, *changes = item.split("+")
     for change in changes:
         if not change.startswith("precision."):
@@ -272,6 +283,7 @@ def policy_of(item: str) -> Policy:
             )
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
+    # By Hydra, so that an evaluated preset means what it means in training.
     precision = compose_config([f"precision={name}", *changes]).precision
     if precision.method.has_history:
         raise UserError(
@@ -288,6 +300,7 @@ def table_row(result: "PrecisionResult", reference: float) -> str:
     text = f"{result.precision:<32} {result.loss:>8.4f} {result.bits_per_byte:>12.4f}"
     if result.precision == AS_TRAINED:
         return text
+    # It is infinite for one batch.
     interval = f" ± {result.half_width:.4f}" if math.isfinite(result.half_width) else ""
     return (
         f"{text} {f'{result.difference:+.4f}{interval}':>20}"

@@ -16,11 +16,13 @@ from trainer.files import ORIGIN, path_of, write_text
 from trainer.text import code_span, plural, show
 from trainer.version import __version__
 
+# JAX takes seconds to import: a wrong argument is answered without it.
 if TYPE_CHECKING:
     from trainer.assembly.saved_model import SavedModel
     from trainer.data import Tokenizer
 
 
+# transformers fetches and runs what these keys name, for trust_remote_code.
 CODE_KEYS = ("auto_map", "custom_pipelines", "trust_remote_code")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -54,6 +56,7 @@ def check_out(out: Path) -> None:
       UserError: `out` has other files, or is not a directory.
     """
     if not out.is_dir():
+        # A link that leads nowhere does not exist, but cannot become a directory.
         if out.exists() or out.is_symlink():
             raise UserError(f"out={out} is not a directory; choose another path")
         return
@@ -85,6 +88,7 @@ def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
 
     tree = read_beside(directory, name)
     keys = [key for key in SPECIAL_IDS if key in tree]
+    # Somebody else may have written the file; other types would fail in the reader.
     return {key: tree[key] for key in keys if isinstance(tree[key], int | list | None)}
 
 
@@ -97,6 +101,7 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
     from trainer.data.tokenizer_settings import MODEL_CONFIGS, read_beside
 
     if origin is None:
+        # A run's documents end with eot and have no other beginning.
         return {"bos_token_id": eot, "eos_token_id": eot}
     original_ids = [
         special_ids_in(origin, name)
@@ -109,6 +114,7 @@ def generation_config(origin: Path | None, eot: int) -> dict[str, Any]:
         listed = value if isinstance(value, list) else [value]
         ends += [i for i in listed if isinstance(i, int) and i not in ends]
     preferred_ids = original_ids[0] if original_ids else {}
+    # An original without generation_config.json has its ids in config.json.
     settings = read_beside(origin, "generation_config.json") | preferred_ids
     return settings | {"eos_token_id": ends if len(ends) > 1 else eot}
 
@@ -154,6 +160,7 @@ def limit_lengths(out: Path, context: int) -> None:
     from trainer.data.tokenizer_settings import SETTINGS, read_beside
     from trainer.models.weight_files import write_object
 
+    # The original may have had a longer context than the run trained.
     lengths = {SETTINGS: "model_max_length", "generation_config.json": "max_length"}
     for name, key in lengths.items():
         tree = read_beside(out, name)
@@ -183,11 +190,14 @@ def model_card(model: "SavedModel", formats: str, reader: str) -> str:
 
     c, spec = model.config, model.spec
     steps = f"{model.step:,} steps"
+    # Not after a resume with another batch size, or if DiLoCo replicas sit out.
     if model.trained_tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
     precisions = ", then ".join(map(code_span, model.precisions))
     origin = ""
     if c.init_from is not None:
+        # The last part alone: an export is published, and a path names directories of
+        # its author.
         weights = path_of(c.init_from).name
         origin += f"- It began with the weights of {code_span(weights)}.\n"
     if model.forked is not None:
@@ -228,6 +238,7 @@ def cast_params(params: Any, dtype: str) -> Any:
     from trainer.precision.fields import DTYPES
     from trainer.step.state_tree import first_nonfinite_leaf
 
+    # FP16 ends at 65,504; weights of FP32, or with scales, may be larger.
     params = jax.tree.map(lambda x: x.astype(DTYPES[dtype]), params)
     name = first_nonfinite_leaf(params)
     if name is not None:
@@ -243,10 +254,12 @@ def main(args: Arguments) -> None:
     from trainer.assembly.saved_model import restore_run
 
     run_dir, out = Path(args.run_dir), Path(args.out)
+    # Before the run is loaded, which takes longer.
     check_out(out)
     model = restore_run(run_dir, args.step)
     dtype, kernels = "fp32", None
     if args.format == "fp8":
+        # The run computed all that is not FP8 in this format.
         dtype = model.config.precision.compute
         kernels = restore_fp8_kernels(run_dir, model.step)
     if args.dtype != "auto":
@@ -318,6 +331,8 @@ def write_files(
     if origin is None:
         tokenizer_paths = save_hf(out, model.tokenizer, model.spec.context)
     else:
+        # `save` has written it from the spec, which does not know the original's
+        # special tokens.
         write_object(config_file, model_config(origin, read_object(config_file)))
         tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
