@@ -33,6 +33,7 @@ class Arguments:
 def main(arguments: Arguments) -> None:
     """Bisect the run, print, and write precision_bisect.json into it."""
     check_at_least(arguments, batch=0, top=1)
+    # After the check of the arguments: JAX takes seconds to import.
     from trainer.assembly.build import first_micro_batch
     from trainer.assembly.saved_model import restore_training
     from trainer.observe.precision_bisect import advice, bisect, report, unrolled
@@ -40,14 +41,17 @@ def main(arguments: Arguments) -> None:
     run_dir = Path(arguments.run_dir)
     config, workload, restored = restore_training(run_dir)
     tokens, segments = first_micro_batch(config, workload, arguments.batch)
+    # A switch for each layer needs layers that are no loop.
     model, params = unrolled(workload.model, restored.state.params)
     if model.policy.attention is not None:
+        # Otherwise the table would seem to cover its casts, too.
         show(
             f"precision.attention={model.policy.attention} has no switch: attention is"
             " in FP32 here"
         )
     findings = bisect(model, params, restored.state.scaling, tokens, segments)
     path = run_dir / "precision_bisect.json"
+    # Before printing: a broken pipe may end the process.
     write_json(path, [f.as_json() for f in findings])
     show(report(findings, arguments.top))
     show(advice(findings))

@@ -40,12 +40,14 @@ def run_directories(text: str) -> list[Path]:
     """
     runs: list[Path] = []
     unlogged: list[Path] = []
+    # `a,b,` has an empty last item.
     for item in filter(None, text.split(",")):
         path = path_of(item)
         if path.is_dir():
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
                 runs.append(path)  # `write_comparison` reports a missing log.
                 continue
+            # A directory's name may hold * or [.
             pattern = os.path.join(glob.escape(str(path)), "*")
         elif glob.has_magic(item):
             pattern = str(path)
@@ -53,6 +55,7 @@ def run_directories(text: str) -> list[Path]:
             raise UserError(
                 f"runs={text}: there is no directory {path} (looked from {Path.cwd()})"
             )
+        # A pattern also matches files and other directories, which are passed over.
         for match in map(Path, sorted(glob.glob(pattern), key=by_number)):
             if (match / "metrics.jsonl").exists():
                 runs.append(match)
@@ -81,6 +84,7 @@ def run_directories(text: str) -> list[Path]:
 def by_number(path: str) -> tuple[int, str]:
     """Return the sort key of a path: numbered directories are ordered by number."""
     name = os.path.basename(path)
+    # By text, job 10 would stand before job 2.
     return (int(name) if name.isdecimal() else -1, path)
 
 
@@ -93,6 +97,8 @@ def main(args: Arguments) -> None:
     if args.out and args.out != "no":
         out = path_of(args.out)
     elif not args.out:
+        # `abspath` rather than `resolve`: the page lies where the runs are named, not
+        # where a link among them leads.
         parent = Path(
             os.path.commonpath([Path(os.path.abspath(path)).parent for path in paths])
         )

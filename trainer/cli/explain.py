@@ -83,6 +83,7 @@ def explain_step(
         tokens,
         segments,
         None,  # no dropout keys
+        # As in training, where weights' scales are constants of the program.
         scales="static",
     )
 
@@ -97,6 +98,7 @@ def measure_blocks(
     from trainer.precision.blocks import BLOCK_FIGURES
     from trainer.step.step import Tokens
 
+    # A step's batch has an axis of micro-batches, here one.
     batch = Tokens(*jax.tree.map(lambda x: x[None], sequences))
     blocks: BlocksByTensor = {}
     for name, value in make_numerics(workload.task)(state, batch, step).items():
@@ -114,6 +116,7 @@ def blocks_text(blocks: BlocksByTensor, top: int) -> str:
 
     def badness(tensor: str) -> tuple[float, float]:
         figures = blocks[tensor]
+        # Lost blocks first: a wide spread alone loses nothing.
         return figures[underflow] + figures[saturated], figures[spread]
 
     worst = sorted(blocks, key=badness, reverse=True)[:top]
@@ -137,6 +140,7 @@ def load_state(
     arguments: Arguments, overrides: Sequence[str]
 ) -> "tuple[Config, Workload, TrainState]":
     """Return the configuration, workload and state of a run, or of a fresh model."""
+    # A changed precision or model would not be the one whose weights are loaded.
     if arguments.run_dir and overrides:
         raise UserError(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
@@ -162,6 +166,7 @@ def few_sequences(
     from trainer.assembly.build import first_micro_batch
 
     tokens, segments = first_micro_batch(config, workload, arguments.batch)
+    # Slicing would take fewer in silence.
     if arguments.sequences > len(tokens):
         raise UserError(
             f"sequences={arguments.sequences}: a micro-batch of this run has"
@@ -213,6 +218,7 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
     """Explain, write and print."""
     check_at_least(arguments, batch=0, sequences=1, top=1)
     out = Path(arguments.out)
+    # Checked before minutes of work.
     if arguments.out and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out}: expected a file in a directory that exists")
     config, workload, state = load_state(arguments, overrides)
@@ -225,6 +231,7 @@ def main(arguments: Arguments, overrides: Sequence[str]) -> None:
         explained = explain_step(workload.model, state.params, *sequences)
         texts.append(explained.text(arguments.top))
         document |= explanation_json(explained)
+    # A method may have both: scales that propagate, and blocks.
     if policy.method.has_blocks:
         blocks = measure_blocks(workload, state, sequences, arguments.batch)
         texts.append(blocks_text(blocks, arguments.top))

@@ -71,6 +71,7 @@ class Arguments:
 
 def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Print the plan."""
+    # JSON is one document, so no part of it is printed early.
     if args.json:
         show(json.dumps(make_plan(args, overrides).as_json(), indent=1))
         return
@@ -94,6 +95,7 @@ def make_plan(
 ) -> "StepPlan":
     """Return the plan; `on_first_plan` gets it after the first compilation."""
     check_at_least(args, micro_batch=0)
+    # These checks stand before the environment is changed and JAX is imported.
     target = get_target(args.target)
     hosts = check_hardware(args)
     config, sequences = planned_config(args, overrides)
@@ -148,6 +150,8 @@ def planned_config(args: Arguments, overrides: Sequence[str]) -> tuple[Config, i
     config = compose_config(overrides)
     if args.micro_batch or not has_batch:
         return config, args.micro_batch or DEFAULT_SEQUENCES
+    # GPUs of one tensor group share their sequences. -1 (all the rest) counts as 1
+    # here.
     gpus = args.gpus // max(config.parallel.tensor, 1)
     return config, sequences_of(config, gpus)
 
@@ -171,6 +175,7 @@ def not_fp8_lines(layers: "Sequence[Layer]") -> list[str]:
     `json=yes` prints all layers.
     """
     by_reason: dict[str, list[str]] = {}
+    # Reasons are few, layers many: a deep model would print a page.
     for layer in layers:
         by_reason.setdefault(layer.reason, []).append(layer.path)
     lines = []
@@ -227,6 +232,7 @@ def memory_lines(plan: "StepPlan") -> list[str]:
         if size:
             lines.append(f"  {kind:<12} {size / GIB:8.2f} GiB")
     lines.append(
+        # XLA reports its own buffers alone.
         "  not counted: CUDA context, cuDNN's workspaces, NCCL's buffers (1 to 2 GiB"
         " together)"
     )
@@ -308,6 +314,7 @@ def predicted_lines(plan: "StepPlan") -> list[str]:
         tables.append(plan.bf16.classes)
         header, rule = f"{header} bf16: ms | kernels |", f"{rule}---|---|"
     lines = [text]
+    # They run beside the kernels above; in the sum they would count twice.
     if plan.hidden_seconds:
         lines.append(
             "collectives behind other kernels, not in the sum:"
@@ -319,6 +326,7 @@ def predicted_lines(plan: "StepPlan") -> list[str]:
             continue
         cells = [name]
         for classes in tables:
+            # A class that one of the two programs lacks.
             row = classes.get(name, {"seconds": 0.0, "launches": 0})
             cells += [f"{1e3 * row['seconds']:.2f}", f"{row['launches']}"]
         lines.append(f"| {' | '.join(cells)} |")
