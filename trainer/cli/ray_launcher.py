@@ -37,6 +37,7 @@ RAY_LINE = (
 )
 # Ray reads these when it is imported, or when it starts workers.
 RAY_VARIABLES = {
+    # Otherwise Ray sends reports about the cluster to its makers.
     "RAY_USAGE_STATS_ENABLED": "0",
     # Seconds that Ray waits for a worker group of the old size before it starts a
     # smaller one, because it may still count a lost machine. Ray's default is 60.
@@ -52,6 +53,7 @@ RAY_VARIABLES = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 for _name, _value in RAY_VARIABLES.items():
+    # `setdefault`: a variable that the user has set wins.
     os.environ.setdefault(_name, _value)
 
 try:
@@ -80,6 +82,8 @@ try:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:
+    # Paths below `_internal` change between versions: with another Ray the command ends
+    # here in a line, and not when a worker is lost.
     raise UserError(
         f"launcher=ray needs ray[train] 2.60 ({missing}); {how_to_install('ray')}, on"
         " all machines"
@@ -124,6 +128,8 @@ class StopActor:
     def __init__(self) -> None:
         self._signal = 0
         self._training = False
+        # Methods of an actor that are `async` run in one event loop, so they wait
+        # without threads.
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -231,6 +237,7 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
         """
         errors = worker_group_status.errors
         refusals = [error for error in errors.values() if isinstance(error, UserError)]
+        # If a process was lost, a UserError of another may be its consequence.
         if refusals and not any(map(is_lost, errors.values())):
             raise refusals[0]
         if errors and self.is_training:
@@ -254,6 +261,7 @@ class WorkerCallbacks(ControllerCallback, WorkerGroupCallback):
                 f"the cluster has room for {plural(count, 'worker')}: saving a"
                 " checkpoint, and starting again with them"
             )
+            # Workers that do not stop in time are ended by Ray, and repeat steps.
             with contextlib.suppress(GetTimeoutError):
                 ray.get(self.stop_actor.interrupt.remote(), timeout=self.stop_seconds)
         if count != self.requested:
@@ -304,6 +312,7 @@ def launch(
         )
         try:
             code = fit(trainer, stop_actor)
+        # Frees the reserved machines, also after an error.
         finally:
             ray.shutdown()
     if code:
@@ -345,6 +354,7 @@ def connect() -> None:
     """Connect to the cluster of this machine. Raises UserError if there is none."""
     check_address(os.environ.get("RAY_ADDRESS", ""))
     try:
+        # "auto" only joins a cluster; else Ray would start one here if there is none.
         ray.init(
             "auto", logging_level="ERROR", runtime_env={"env_vars": passed_variables()}
         )
@@ -410,6 +420,7 @@ def fit(trainer: Trainer, stop_actor: Any) -> int:
     with signal_handlers(handle), ThreadPoolExecutor(1) as pool:
         running: Future[Any] = pool.submit(trainer.fit)
         sent = 0
+        # The handler only notes a signal: this loop acts on it, and may wait for Ray.
         while not wait([running], timeout=0.5).done:
             if signals and not sent:
                 sent = signals[0]
@@ -478,11 +489,14 @@ def work(settings: Mapping[str, Any]) -> int:
     change_directory(job.folder)
     context = ray.train.get_context()
     count, rank = context.get_world_size(), context.get_world_rank()
+    # Rank 0 chooses: it is the coordinator, and its port must be free on its machine.
     values = (broadcast_from_rank_zero(free_address()), str(count), str(rank))
     os.environ |= dict(zip(PROCESS_VARIABLES, values, strict=True))
     config = with_workers(from_tree(Config, job.config), count)
     received: list[int] = []
     if rank == 0:
+        # A thread of its own: the call returns only when a signal comes. A daemon, so
+        # that it does not keep the worker.
         threading.Thread(
             target=receive_signal, args=(job.stop_actor, received), daemon=True
         ).start()
@@ -497,7 +511,9 @@ def work(settings: Mapping[str, Any]) -> int:
         raise
     finally:
         if rank == 0:
+            # Also after an error: `interrupt` would wait for a stop that never comes.
             ray.get(job.stop_actor.stopped.remote())
+    # Not in `finally`: after an error it would wait for processes that may be gone.
     jax.distributed.shutdown()
     return code
 
@@ -524,5 +540,7 @@ def free_address() -> str:
     """Return an address of this machine with a free port."""
     host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
+        # Port 0: the system chooses a free one. It is closed again, so another program
+        # could take it before JAX does.
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"

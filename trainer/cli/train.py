@@ -81,6 +81,8 @@ DROPS_DEFAULTS = ("--config-name", "-cn", "--config-path", "-cp")
 # By these Hydra reads a pickle, or settings with `_target_` and `${oc.env:NAME}`.
 READS_PROGRAMS = ("--config-dir", "-cd", "--experimental-rerun", "hydra.searchpath")
 SIGNAL_EXIT_CODES = (130, 143)  # Ctrl-C, SIGTERM
+# JAX raises no exception of its own for a lost process: Gloo, which joins CPUs, tells
+# it in the text.
 LOST_PROCESS = re.compile(
     r"Gloo .*(Connection (closed|reset) by peer|Timed out waiting)", re.DOTALL
 )
@@ -126,11 +128,13 @@ def job_config(
     if in_sweep():
         changes["run_dir"] = HydraConfig.get().runtime.output_dir
     config = build_config(tree, command_line, **changes)
+    # The default has the time of the start, which differs between processes.
     if config.has_processes and not overrides_of(["run_dir"]):
         raise UserError(
             "a run of several processes needs run_dir=DIRECTORY: every process writes"
             " to the same one"
         )
+    # Resolved, so that a value which the defaults have anyway is not reported.
     used = dict(flatten(to_tree(config)))
     for key, value in command_line.ignored.items():
         if value != used.get(key):
@@ -155,6 +159,7 @@ def in_sweep() -> bool:
 
 def is_search() -> bool:
     """Return whether a sweeper chooses values by the losses of earlier jobs."""
+    # The basic sweeper takes its values from the command line, and compares nothing.
     sweeper: str = HydraConfig.get().sweeper["_target_"]
     return in_sweep() and not sweeper.endswith("BasicSweeper")
 
@@ -183,6 +188,7 @@ def report_errors(job: HydraJob) -> Iterator[None]:
         complain(error)
         job.exit_code = error.exit_code
     finally:
+        # Hydra makes a job's directory before the job is checked.
         if in_sweep():
             remove_empty_output_dir()
 
@@ -215,6 +221,7 @@ def report_sweep(jobs: Sequence[HydraJob]) -> None:
         lines = write_comparison(run_dirs, run_dirs[0].parent / "sweep.html")
         show("\n".join(["", *lines]))
     for job in jobs:
+        # The table has no row for a job that was refused.
         if job.exit_code:
             show(f"{job.run_dir} ({job.label}) ended with exit code {job.exit_code}")
 
@@ -243,6 +250,7 @@ class TrainingJobs:
         the sweep has ended.
         """
         last = self.started[-1] if self.started else None
+        # Hydra starts the next job whatever the last one returned.
         if last and (last.exit_code in SIGNAL_EXIT_CODES or last.error):
             remove_empty_output_dir()
             return None  # The signal or the error ends the whole sweep.
@@ -272,6 +280,7 @@ class TrainingJobs:
           UserError: the configuration is not valid, or a search cannot use the loss.
         """
         config = job_config(tree, self.command_line, job.sweep_overrides)
+        # Hydra knows no `config=`; the report shows it among the user's overrides.
         files = [text for text in self.arguments if text.startswith("config=")]
         user_keys = {key_of(argument) for argument in long_forms(self.arguments)}
         # A sweep must not resume a run of an earlier sweep with other values.
@@ -280,6 +289,7 @@ class TrainingJobs:
         loss = validation_loss(job)
         if loss is not None and math.isfinite(loss) and is_search():
             completed = [each for each in self.started if each.exit_code == 0]
+            # A search would choose by the text, not by the key.
             check_same_text(job, completed[0])
         return loss
 
@@ -308,6 +318,7 @@ def run_command_line(argv: list[str]) -> int:
       UserError: an argument is not valid.
     """
     with explain_file_errors(), explain_hydra_errors(argv):
+        # W&B's agents write --key=value; Hydra's options must stay as they are.
         argv = without_dashes(argv, training_keys, FLAGS)
         check_flags(argv)
         command_line = expand_arguments(argv)
@@ -317,11 +328,13 @@ def run_command_line(argv: list[str]) -> int:
             # Hydra would print the configuration without the settings.
             show(resolved_yaml(command_line), end="")
             return 0
+    # All at once, before the first job: a sweep runs for days.
     for problem in problems:
         complain(problem)
     if problems:
         return UserError.exit_code
     jobs = TrainingJobs(command_line, sweep, argv)
+    # hydra.main reads the arguments from there.
     sys.argv = [sys.argv[0], *with_seed(command_line.overrides)]
     decorate = hydra.main(config_path=CONFIGS, config_name="config", version_base=None)
     advice = "choose another run_dir"
@@ -334,6 +347,7 @@ def run_command_line(argv: list[str]) -> int:
         else:
             complain(NOTHING_TRAINED)
         return 130
+    # Raised outside of Hydra, so that a bug has its plain traceback.
     if jobs.started and jobs.started[-1].error:
         raise jobs.started[-1].error
     if len(jobs.started) > 1:
@@ -356,6 +370,7 @@ def start(config: Config, overrides: Sequence[str], fixed: Collection[str]) -> i
         from trainer.cli.ray_launcher import launch
 
         return launch(config, overrides, fixed)
+    # Before JAX starts: glibc's settings hold for later allocations alone.
     keep_freed_memory()
     from trainer.assembly.training import run
 
@@ -435,6 +450,7 @@ def show_help(argv: Sequence[str]) -> None:
 
 def prints_configuration(argv: Sequence[str]) -> bool:
     """Return whether the arguments have `--cfg job` or `--cfg all`, in any form."""
+    # Hydra takes `--cfg job`, `--cfg=job` and `-cjob`.
     flags = [f"{flag} {value}" for flag, value in itertools.pairwise([*argv, ""])]
     return any(re.match(r"(--cfg[= ]|-c ?)(job|all)\b", flag) for flag in flags)
 
@@ -462,6 +478,7 @@ def command(arguments: list[str]) -> NoReturn:
                 f" {RESUME_ALL}"
             )
         else:
+            # Standard error may be a file on a full disk.
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         # If all processes waited for each other, a launcher that watches them could not
@@ -478,6 +495,7 @@ def wait_for_others(code: int) -> None:
     They usually end for the same reason. If they do not, this process failed alone and
     they wait for it, so it exits.
     """
+    # `shutdown` waits for all processes, for the 300 s that JAX has by default.
     shutdown = threading.Thread(
         target=sys.modules["jax"].distributed.shutdown, daemon=True
     )
