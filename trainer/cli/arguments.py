@@ -41,6 +41,7 @@ def names_of(cls: type) -> list[str]:
 def parse[T](cls: type[T], argv: Sequence[str]) -> T:
     """Parse `key=value` strings as `cls`; UserError for an unknown or missing key."""
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    # W&B's agents call a program with --key=value.
     argv = without_dashes(argv, lambda: list(fields))
     values = {}
     check_unique_keys(argv)
@@ -67,6 +68,7 @@ def parse[T](cls: type[T], argv: Sequence[str]) -> T:
 
 def split(text: str) -> list[str]:
     """Split at commas outside of brackets: `[a,b]` is one value."""
+    # A comma before the next `]` without a `[` between them is inside of brackets.
     return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
 
 
@@ -121,6 +123,7 @@ def without_dashes(
       UserError: `--key value`; the message names the nearest of the valid keys.
     """
     converted = []
+    # The argument after an option may be its value, which the message then repeats.
     for text, following in itertools.pairwise([*argv, ""]):
         if not re.match("--[a-zA-Z]", text) or text.partition("=")[0] in flags:
             converted.append(text)
@@ -155,6 +158,7 @@ def nearest_keys(name: str, keys: Sequence[str]) -> list[str]:
     """
     if name in keys:
         return [name]
+    # A user who leaves out the group has the last part right.
     by_last_part: dict[str, list[str]] = {}
     for key in keys:
         by_last_part.setdefault(key.rpartition(".")[2], []).append(key)
@@ -170,7 +174,9 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield lines of two columns, the second one wrapped."""
     for left, right in rows:
         width = HELP_WIDTH - KEY_COLUMNS
+        # A broken command or path could not be pasted.
         lines = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
+        # Two columns of margin, and two between the columns.
         if len(left) + 4 > KEY_COLUMNS:
             yield f"  {left}".rstrip()
         else:
@@ -194,6 +200,7 @@ def wrapped(about: str) -> str:
 def with_choices(about: str, choices: Sequence[str]) -> str:
     """Return `about` with the choices added, unless it names all of them."""
     if all(choice in about for choice in choices):
+        # The same names twice make a help longer and tell nothing.
         return about
     return f"{about} ({', '.join(choices)})"
 
@@ -206,6 +213,7 @@ def command_help(cls: type) -> Iterator[str]:
         text, default = field.metadata["help"], field.default
         if default is dataclasses.MISSING:
             text, default = f"{text} (required)", ""
+        # A default is shown as it is typed.
         elif isinstance(default, bool):
             default = "yes" if default else "no"
         elif default is None:
@@ -238,6 +246,7 @@ def run_command[T](
     """
 
     def call() -> None:
+        # Help comes first, so that it answers beside an argument that is not valid.
         if asks_for_help(argv):
             usage = f"usage: {program} key=value ..."
             show("\n".join([usage, "", wrapped(about), "", *command_help(cls)]))
@@ -260,6 +269,7 @@ def run_main(main: Callable[[], None]) -> int:
     """
 
     def call() -> int:
+        # Inside of `run_and_flush`, which prints UserErrors, and needs their exit code.
         with explain_file_errors():
             main()
         return 0

@@ -23,6 +23,7 @@ AFTER_INTERRUPT = {
 def run(name: str, argv: Sequence[str]) -> int:
     """Run any command but `train` with these arguments, and return the exit code."""
     module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
+    # The help is the module's docstring, so that both cannot differ.
     program, about = f"scalify-trainer {name}", module.__doc__ or ""
     if name not in KEY_GROUPS:
         return run_command(module.Arguments, program, about, module.main, argv)
@@ -42,4 +43,6 @@ def run(name: str, argv: Sequence[str]) -> int:
         if name not in AFTER_INTERRUPT:
             raise
         note(f"stopped; {AFTER_INTERRUPT[name]}")
+        # What was interrupted is whole: prepared shards stay, a tokenizer is written at
+        # the end.
         return 130

@@ -46,10 +46,13 @@ def prompts_of(args: Arguments) -> Iterator[str]:
     if not args.prompts:
         yield args.prompt
     elif args.prompts == "-":
+        # One by one, so that a program can write a prompt and read its answer.
         yield from typed_lines()
     else:
         file = path_of(args.prompts)
         try:
+            # Windows' editors put a byte order mark before the first prompt, and a
+            # carriage return before each line end.
             text = read_file(file).decode("utf-8-sig").replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -66,8 +69,10 @@ def typed_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     while True:
         if is_terminal:
+            # Standard error, so that the output of a pipe has texts alone.
             print("prompt> ", end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.readline()
+        # In a pipe an empty line is a prompt: a new document.
         if not line or (is_terminal and not line.strip()):
             return
         yield line.rstrip("\n").removeprefix("\ufeff")  # the byte order mark
@@ -94,6 +99,7 @@ def main(args: Arguments) -> None:
     )
     is_first = True
     for prompt in prompts_of(args):
+        # A model needs a first token; after eot begins a new document.
         ids = model.tokenizer.encode(prompt) or [model.tokenizer.eot]
         for i in range(args.count):
             new = generator(
@@ -103,6 +109,7 @@ def main(args: Arguments) -> None:
                 temperature=args.temperature,
                 top_k=args.top_k,
                 top_p=args.top_p,
+                # So that sample i of a prompt can be repeated alone, by its seed.
                 seed=args.seed + i,
             )
             text = prompt + continuation(model.tokenizer, ids, new)

@@ -72,6 +72,7 @@ def unknown_share(manifest: Manifest, split: str) -> str:
 def text_settings(overrides: Sequence[str]) -> Data:
     """Return the settings of the data. Raises UserError for a source without a text."""
     data = compose_config(overrides).data
+    # A mixture's sources are prepared one by one, each by this command.
     if data.source in ("prepared", "mix"):
         raise UserError(
             f"data={data.source} has no text to tokenize; valid: data=text, hf,"
@@ -83,6 +84,7 @@ def text_settings(overrides: Sequence[str]) -> Data:
 def main(args: Arguments, overrides: Sequence[str]) -> None:
     """Prepare or verify, and describe the directory."""
     if args.verify:
+        # `verify` would ignore them, and look as if it had prepared their text.
         if overrides:
             raise UserError(
                 f"verify={args.verify} takes no other keys; remove"
@@ -114,4 +116,5 @@ def prepare_text(data_config: Data) -> Manifest:
             workers=data_config.workers,
             progress=progress,
         )
+    # Read again from the disk, so that the lines tell what is there.
     return Manifest.load(directory)

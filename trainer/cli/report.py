@@ -19,6 +19,7 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     """Write the report, and print its path."""
+    # It imports JAX, which takes longer than the help.
     from trainer.report.page import write_report
 
     show(str(write_report(Path(args.run_dir))))

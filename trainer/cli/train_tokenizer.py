@@ -64,6 +64,8 @@ def texts_of(
     assert not isinstance(source, PreparedSource)
     corpus = open_corpus(source, cache_dir)
     remaining = sys.maxsize if max_chars is None else max_chars
+    # Without the validation part: words of a text that a tokenizer has seen cost fewer
+    # tokens.
     if val_fraction:
         texts = training_part(corpus, val_fraction)
     else:
@@ -100,6 +102,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, pattern: str) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(END, special=True, normalized=False)],
+        # Every byte gets an id, so that text unlike this one has no unknown token.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
@@ -119,8 +122,10 @@ def train(texts: Iterator[str], vocab_size: int, pattern: str, out: Path) -> Tok
             f" {END}) or more"
         )
     for name in (TOKENIZER_JSON, SETTINGS):
+        # A run may use it; its data would be prepared anew, or be refused.
         if (out / name).exists():
             raise UserError(f"{out / name} exists; choose another out=, or remove it")
+    # Read back as `data.tokenizer` reads it, before anything is written to `out`.
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / TOKENIZER_JSON
         file.write_text(train_bpe(texts, vocab_size, pattern), encoding="utf-8")

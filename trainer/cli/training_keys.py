@@ -25,6 +25,7 @@ CONFIG = "config"
 
 def training_keys(group_name: str | None = None) -> list[str]:
     """Return the groups and keys of training, or of one group, as they are typed."""
+    # Composed by Hydra, in half a second.
     groups = reference()
     names = [group.name for group in groups if group.choices]
     keys = [CONFIG, *names, *(key.name for group in groups for key in group.keys)]
@@ -47,6 +48,7 @@ def run_with_training_keys[T](
     command_keys = names_of(cls)
 
     def call() -> None:
+        # Before the split: a key may be the command's and training's.
         check_unique_keys(argv)
         main(*split_arguments(cls, argv, group_name))
 
@@ -81,6 +83,8 @@ def split_arguments[T](
         if "." in key and group_name in (None, key.partition(".")[0]):
             continue  # `compose_config` reports an unknown key.
         valid = training_keys(group_name)
+        # A key without a dot is a group or a top-level key; Hydra would not name the
+        # command's keys.
         if key not in {name.partition(".")[0] for name in valid}:
             close = nearest_keys(key, [*command_keys, *valid])
             hint = f"did you mean {' or '.join(close)}? Valid" if close else "valid"
@@ -110,6 +114,7 @@ def show_training_help(
         parts.append("\n".join(command_help(cls)))
     for group in reference(overrides):
         if group_name is None or group.name == group_name:
+            # The command's own key of that name wins in `split_arguments`, too.
             keys = tuple(key for key in group.keys if key.name not in command_keys)
             parts.append("\n".join(_group_lines(group._replace(keys=keys))))
     show("\n\n".join(filter(None, parts)))
@@ -121,6 +126,7 @@ def _group_lines(group: Group) -> Iterator[str]:
         chosen = f"{group.name}={group.chosen}"
         yield from table([(chosen, with_choices(group.about, group.choices))])
     elif group.name:
+        # A group without choices has no line of its own to type.
         yield from table([(f"{group.name}.*", group.about)])
     yield from table(
         (f"{key.name}={key.default}", with_choices(key.about, key.choices))
