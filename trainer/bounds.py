@@ -69,6 +69,7 @@ def more_than(least: float, hint: str) -> Bound:
 BELOW_1 = Bound(lambda x: 0 <= x <= 1 - 2**-24, "a number in [0, 1 - 2^-24]")
 UP_TO_1 = Bound(lambda x: 0 <= x <= 1, "a number in [0, 1]")
 POWER_OF_TWO = Bound(
+    # frexp gives a mantissa in [0.5, 1), and 0.5 for powers of two alone.
     lambda x: 0 < x < math.inf and math.frexp(x)[0] == 0.5,
     "a power of two, such as 4096 or 0.000244140625 (2^-12), or null",
 )
@@ -81,6 +82,7 @@ MAX_NEW_TOKENS = 1_000_000
 # Sequences that a device computes at once: more do not make it faster.
 MAX_SEQUENCES = 65_536
 Amount = Annotated[float, at_least(0)]
+# A larger number is infinite on the device, though finite in Python.
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Share = Annotated[float, UP_TO_1]
 ShareBelow1 = Annotated[float, BELOW_1]
@@ -103,10 +105,12 @@ def check(hint: Any, value: Any, path: str) -> None:
             elif isinstance(bound, Bound) and not bound.holds(value):
                 raise UserError(f"{path}={as_typed(value)}: expected {bound.expected}")
         check(args[0], value, path)
+    # A plain float has no bound, and infinity meets `at_least`.
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value}: expected a finite number")
     elif isinstance(value, float) and abs(value) > LARGEST_FLOAT32:
         raise UserError(f"{path}={value}: expected a number of at most 3.4e38")
+    # The number is not shown: Python writes none of more than 4,300 digits.
     elif isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{path}: expected a number of at most 64 bits")
 
@@ -121,6 +125,7 @@ def check_fields(instance: Any, prefix: str) -> None:
 
 def annotations(cls: type) -> dict[str, Any]:
     """Return the annotations of a dataclass's fields by name, with bounds."""
+    # Without `include_extras` the bounds would be dropped.
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, ClassVar, NoReturn
 
+# A full disk, a full quota, and a limit on the size of files.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAKE_ROOM = "make room, then continue with the same run_dir"  # said of a full disk
 
@@ -81,6 +82,8 @@ def run_and_flush(main: Callable[[], int]) -> int:
     try:
         with explain_full_output():
             code = main()
+            # Flushed here, so that a full disk or a closed pipe is noticed while it can
+            # be answered.
             sys.stdout.flush()
     except BrokenPipeError:
         return broken_pipe_code()
@@ -117,6 +120,7 @@ def explain_full_output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FULL or error.filename is not None:
             raise
+        # Otherwise Python would fail at exit, in its last flush, and exit with 120.
         discard(sys.stdout)
         raise UserError(
             f"cannot write to standard output: {error.strerror}; make room, or send it"
@@ -136,6 +140,7 @@ def explain_file_errors(advice: str = "choose another path") -> Iterator[None]:
         if error.filename is None:
             raise
         raise UserError(
+            # A name may be a whole text, given by mistake as a path.
             f"{str(error.filename)[:300]}: {error.strerror}; {advice}"
         ) from error
 
@@ -146,6 +151,7 @@ def discard(stream: IO[str]) -> None:
     Python flushes standard output once more at exit.
     """
     devnull = os.open(os.devnull, os.O_WRONLY)
+    # The number is replaced, so that every object that writes to it is.
     os.dup2(devnull, stream.fileno())
     os.close(devnull)
 
@@ -156,6 +162,7 @@ def broken_pipe_code() -> int:
     Call it where BrokenPipeError is handled. What is still printed goes nowhere.
     """
     pipe = select.poll()
+    # Without events poll reports errors alone, and does not wait for room.
     pipe.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in pipe.poll(0)):
         raise
