@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.version import __version__
 
+# `X as X` tells type checkers that the name is public; they do not run `__getattr__`.
 if TYPE_CHECKING:
     from trainer.assembly.library import Result as Result
     from trainer.assembly.library import compose as compose
@@ -44,6 +45,7 @@ HOMES = {
     "train": "trainer.assembly.library",
     "UserError": "trainer.errors",
 }
+# A program of an earlier version gets the new name, not only an AttributeError.
 RENAMED = {
     "Beginning": "TrackerStart",
     "Moment": "StepContext",
@@ -59,5 +61,6 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(HOMES[name]), name)
 
 
+# Completion in a notebook lists names that are not imported yet.
 def __dir__() -> list[str]:
     return sorted(__all__)

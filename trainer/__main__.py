@@ -54,7 +54,9 @@ def open_streams() -> None:
     Otherwise the first files that are opened, a lock or a log, would take their
     numbers, and error messages would be written into them.
     """
+    # The system gives the lowest number that is free, so this fills 0, 1 and 2.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        # As the streams that Python opens are, for the processes that a run starts.
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     for name, number, mode in (
@@ -62,6 +64,7 @@ def open_streams() -> None:
         ("stdout", 1, "w"),
         ("stderr", 2, "w"),
     ):
+        # Python leaves None for a stream that was closed when it started.
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
     # A file's name may have bytes that are not UTF-8; they are printed as they are.
@@ -82,6 +85,8 @@ def command() -> None:
     if name == "--version":
         print(f"scalify-trainer {__version__}")
         leave(0)
+    # A first argument that is no word belongs to training: key=value, ~key, or an
+    # option.
     if name not in COMMANDS and re.search(r"[=.~]|^-", name):
         name, arguments = "train", sys.argv[1:]
     if name not in COMMANDS:
@@ -92,6 +97,7 @@ def command() -> None:
         complain(error)
         leave(error.exit_code)
     module = importlib.import_module(f"trainer.cli.{name.replace('-', '_')}")
+    # The module is imported, so a Ctrl-C may raise again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if name == "train":
@@ -104,6 +110,7 @@ def command() -> None:
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
     """End the process at a Ctrl-C before there is anything to clean up."""
+    # Not `print`: a handler may interrupt a print, whose buffer it would enter twice.
     os.write(2, b"error: interrupted; nothing was done\n")
     os._exit(128 + number)
 

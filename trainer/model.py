@@ -82,6 +82,8 @@ class Model(NamedTuple):
           UserError: a pattern of the precision matches no layer, or the model's
             attention cannot be that of the precision.
         """
+        # Here, where every model is built: evaluate composes a precision with the
+        # default model, whose heads do not count.
         check_fp8_attention(spec, policy)
         family = family_of(spec)
         sizes = linear_sizes(spec)
@@ -118,9 +120,11 @@ class Model(NamedTuple):
 
         Dropout needs `keys_B`; without them there is none.
         """
+        # Of the inputs: the last token is only a target.
         segments = None if segments is None else segments[:, :-1]
         model = self.training.bind(params, histories)
         settings: dict[str, Any] = {}
+        # Models without dropout take no such setting.
         if self.spec.dropout:
             settings["dropout_keys_B"] = keys_B
         if self.layer_comm is not None:
@@ -160,6 +164,7 @@ class Model(NamedTuple):
     ) -> jax.Array:
         """Return the loss in the run's precision, without dropout."""
         method = self.policy.method
+        # The method's own forward pass, so that validation has the run's FP8 casts.
         loss = method.transform(self.loss, self.policy)
         arguments = method.loss_arguments(state.scaling)
         return asarray(loss(state.params, tokens, segments, None, **arguments))

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.errors import UserError, printable
 
+# The last word of a key decides: `max_tokens` and `tokenizer` are no secrets.
 SECRET = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|credentials?|api_?key|access_?key|private_?key)$",
     re.IGNORECASE,
@@ -75,6 +76,7 @@ def check_unique_keys(arguments: Sequence[str]) -> None:
         if equals and not key.startswith(("-", "~")):
             given.setdefault(key, {})[value] = None
     for key, values in given.items():
+        # A group in braces and one of its keys set the same value twice.
         group = next((k for k in given if key.startswith(f"{k}.")), "")
         group_value = next(iter(given.get(group, ())), "")
         if group_value.startswith("{"):
@@ -84,6 +86,7 @@ def check_unique_keys(arguments: Sequence[str]) -> None:
             )
         if len(values) > 1:
             shown = [f"{key}={value}" for value in values]
+            # A brace may expand to hundreds of arguments.
             middle = ["..."] if len(shown) > 3 else shown[1:-1]
             lists = [re.fullmatch(r"\[(.*)\]", value) for value in values]
             joined = f"{key}=[{','.join(match[1] for match in lists if match)}]"
@@ -156,6 +159,7 @@ def merge_overrides(*layers: Sequence[str]) -> list[str]:
     """Return the `key=value` arguments of all layers, the last one of each key."""
     merged = {}
     for argument in itertools.chain(*layers):
+        # +key=value sets the same key as key=value.
         merged[argument.partition("=")[0].lstrip("+")] = argument
     return list(merged.values())
 
@@ -166,6 +170,7 @@ def redact(tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         return {
+            # Null is no secret, and tells that none was set.
             k: "(removed)" if SECRET.search(str(k)) and v is not None else redact(v)
             for k, v in tree.items()
         }
@@ -187,6 +192,7 @@ def show(text: str, end: str = "\n") -> None:
     To a terminal it goes without control characters, elsewhere unchanged. Characters
     that the output cannot encode, such as half of a surrogate pair, are spelled out.
     """
+    # A pipe gets the bytes of the text: what reads it is no terminal.
     shown = printable(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"  # a text buffer of Python's has none
     print(

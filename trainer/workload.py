@@ -83,6 +83,7 @@ class JittedAsStep:
     ) -> None:
         """Use `TrainTask.jit`."""
 
+        # A function of its own: its name can be set without changing `fun`.
         def traced(*args: Any) -> Any:
             return fun(*args)
 
@@ -225,8 +226,11 @@ class TrainTask(NamedTuple):
             if has_constant_fp8_scales(self.model.policy):
                 contexts.enter_context(compiler_hints.scales_in_products(True))
             if self.mesh.devices.flat[0].platform == "gpu":
+                # XLA would mark only the first of equal calls as deterministic, and the
+                # first step would fail.
                 contexts.enter_context(marked_attention(self.kernels))
             if takes_any_layout(self.mesh.devices.flat[0]):
+                # On such GPUs a transposed operand needs no copy.
                 contexts.enter_context(compiler_hints.products_in_any_layout(True))
             yield
 
@@ -264,6 +268,7 @@ class TrainTask(NamedTuple):
             leaves = jax.tree.leaves(roles)
             return {role.layer for role in leaves if role.is_kernel and role.layer}
 
+        # Their weight gradients are not computed, so they count fewer FLOPs.
         return frozenset(layers(self.model.roles) - layers(self.trained_roles))
 
     @property
@@ -299,6 +304,7 @@ def jitted_eval_step(task: TrainTask) -> Any:
     """Return `(state, batch) -> loss` on the mesh; see `evaluate.make_eval_step`."""
     model, comm = task.on_mesh()
     loss: LossOfState = model.eval_loss
+    # One device needs no shard_map.
     if task.mesh.size > 1:
         loss = loss_over(task.mesh, comm, loss)
     return task.jit(make_eval_step(loss), out_shardings=replicated(task.mesh))
@@ -318,15 +324,21 @@ def first_state(
     """
 
     def initial() -> tuple[Params, jax.Array]:
+        # The step's key is stored in the state: dropout and rounding repeat after a
+        # resume.
         init_key, step_key = jax.random.split(jax.random.key(seed))
         return task.model.training.init(init_key), step_key
 
     place = functools.partial(shardings, mesh=task.mesh, roles=task.model.roles)
+    # One jitted program took 67 s of processor time for the random numbers of a GPT-2
+    # 774M on a GPU.
     params, key = evaluate_leafwise(initial, place=place)
     # Not inside jit: given weights are read from files, and scales from the device.
     exact = replace(params)
     policy = task.model.policy
     params = store_weights(exact, policy)
+    # From the FP32 weights: what their storage rounds off is the first error to feed
+    # back.
     compensation = kahan_compensation(
         task.select_trained(exact), task.select_trained(params), policy
     )
@@ -362,6 +374,7 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
         task.select_trained(state.params),
     )
     init = task.optimizer().init
+    # In training the scales of moments are one array.
     opt_state = jax.eval_shape(
         lambda p: pack(init(p)) if scale else init(p), task.select_trained(params)
     )
@@ -429,10 +442,12 @@ def lower_step(
     if task.diloco is not None:
         assert like.diloco is not None
         step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states
+    # The same shardings out as in, or the next step could not take the state.
     placed = jax.tree.map(lambda x: x.sharding, like)
     jitted = jax.jit(
         step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh))
     )
+    # Shapes, not values: a rate that was a constant would compile every step anew.
     scalars: Any = [
         jax.ShapeDtypeStruct((), dtype) for dtype in (np.float32, np.int32, np.uint32)
     ]
