@@ -75,6 +75,7 @@ def validation_text(w: Workload, max_batches: int) -> EvalBatches:
     """Return at most `max_batches` batches of the validation part."""
     val = w.data.val
     count = min(max_batches, val.steps_per_epoch)
+    # With as many batches as are allowed, nobody asked for the rest.
     left_out = None
     if count < max_batches:
         left_out = val.tokens - 1 - count * val.batch_size * val.context
@@ -90,6 +91,7 @@ def bytes_per_token(w: Workload, loader: Loader, count: int) -> float:
     """
     if w.model.loss_boundary_id is not None:
         return math.nan
+    # A batch is a function of its number, so the loss reads these again.
     batches = map(loader.batch, range(count))
     source_bytes = loader.validation_bytes_per_token(count)
     return bytes_per_target(batches, w.data.tokenizer, source_bytes)
@@ -104,6 +106,7 @@ def source_text(
       UserError: files that cannot be read, or too little text for one batch.
     """
     tokenizer, loader, context = w.data.tokenizer, w.data.val, w.model.spec.context
+    # Windows share a token: the last target of one is the first input of the next.
     max_tokens = max_batches * loader.batch_size * context + 1
     corpus = open_corpus(source, cache_dir)
     arrays: list[Any] = []
@@ -115,12 +118,15 @@ def source_text(
         if text  # The preparation skips empty documents, too.
     )
     for rows, text in pieces:
+        # Pieces of a long text are encoded with their neighbors, so that words at the
+        # cuts stay whole.
         ids = tokenizer.encode_array(text, rows.preceding, rows.following)
         if corpus.length is None:  # a document, which ends with eot
             ids = np.append(ids, ids.dtype.type(tokenizer.eot))
         arrays.append(ids)
         n_tokens += len(ids)
         n_bytes += len(text.encode())
+        # No more is read than is used: the text may be a directory of terabytes.
         if n_tokens >= max_tokens:
             break
     count = min(max_batches, (n_tokens - 1) // (loader.batch_size * context))
@@ -133,6 +139,7 @@ def source_text(
     stream = np.concatenate(arrays).astype(np.int32)
     starts = context * np.arange(count * loader.batch_size)
     starts_NxBx1 = starts.reshape(count, loader.batch_size, 1)
+    # One array of all windows: twice the tokens, and no loop over rows.
     windows = stream[starts_NxBx1 + np.arange(context + 1)]
 
     def batch(i: int) -> Batch:
@@ -161,8 +168,11 @@ def evaluate(
 
     Each batch has `accum` micro-batches, or more if these are too large.
     """
+    # All precisions get the same micro-batches: another order of sums would count as a
+    # difference.
     rows, tokens = batches.batch(0).tokens.shape
     accum = micro_batches(rows, tokens, accum)
+    # The run's precision first: every other line is a difference from it.
     reference = batch_losses(task, state, batches, accum)
     yield result_of(batches, AS_TRAINED, reference, reference)
     for name, other in others.items():
@@ -174,7 +184,9 @@ def evaluate(
 
 def in_policy(state: TrainState, policy: Policy) -> TrainState:
     """Return a state whose weights are rounded to another precision's format."""
+    # From FP32: the scales of the run's storage mean nothing to the other precision.
     params = store_weights(weights.wide(state.params), policy)
+    # `cli.evaluate` refuses precisions whose forward pass reads such a state.
     return replace(state, params=params, scaling=())
 
 
@@ -187,6 +199,7 @@ def micro_batches(rows: int, tokens: int, accum: int) -> int:
     run may be a stranger's.
     """
     per_step = rows // accum
+    # Micro-batches are of equal size, so their number divides the rows.
     divisors = {n for n in range(1, math.isqrt(per_step) + 1) if per_step % n == 0}
     divisors |= {per_step // n for n in divisors}
     for factor in sorted(divisors):
@@ -201,6 +214,7 @@ def batch_losses(
     """Return the mean loss of each batch."""
     place = functools.partial(place_batch, accum=accum, mesh=task.mesh)
     step = log_first_duration(jitted_eval_step(task), "compiling the evaluation", note)
+    # One at a time: a device holds the tokens of one batch.
     return [
         float(step(state, place(batches.batch(i)))) for i in range(batches.n_batches)
     ]
@@ -214,6 +228,7 @@ def result_of(
     `losses` are its losses by batch, `reference` those of the run's own precision.
     """
     loss = statistics.fmean(losses)
+    # Batch by batch: the same text in both cancels most of the spread over batches.
     differences = [loss - base for loss, base in zip(losses, reference, strict=True)]
     bits = loss / math.log(2) / batches.bytes_per_token
     mean = statistics.fmean(differences)

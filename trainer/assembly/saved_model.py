@@ -106,6 +106,8 @@ def restore_training(
             # All fields are None: no replicas.
             diloco=schema.DiLoCo(**dict.fromkeys(to_tree(c.diloco))),
         )
+        # Before the change of directory, after which a relative path would lead to the
+        # run's.
         cache = own_cache()
         with at_start_directory(c, run_dir) as c:
             c_for_data = without_saved_cache(c, meta["data"], cache)
@@ -113,12 +115,16 @@ def restore_training(
         # The run's rows per device decide which matmuls were in FP8.
         model = w.model._replace(rows=meta.get("rows")).remade()
         w = w._replace(task=w.task._replace(model=model))
+        # A text that was changed since has other validation tokens: losses could not be
+        # compared with the run's.
         if data_difference(meta, w.data.manifest):
             raise UserError(
                 f"{run_dir} was trained on other data than {w.data.directory}; restore"
                 " its text"
             )
         checkpoint = saved.checkpointer.restore(
+            # With Adam moments are half of a checkpoint's bytes or more, and nobody
+            # reads them here.
             dataclasses.replace(abstract_state(w.task), opt_state=()),
             saved.step,
             partial=True,
@@ -199,8 +205,10 @@ def without_saved_cache(
     data = dataclasses.replace(c.data, cache_dir=str(cache))
     saved = path_of(c.data.cache_dir or cache)
     for file in sorted(saved.glob("*/manifest.json")):
+        # The directory is a stranger's: other files of that name are passed over.
         with contextlib.suppress(OSError, UserError, ValueError, TypeError, KeyError):
             if parse_json(read_file(file))["fingerprint"] == fingerprint:
+                # Read as prepared data, which writes nothing there.
                 data = dataclasses.replace(
                     data, source="prepared", prepared_dir=str(file.parent.absolute())
                 )
