@@ -46,6 +46,8 @@ def restore_fp8_kernels(run_dir: Path, step: int) -> dict[str, Fp8Kernel]:
             params = model.training.init(jax.random.key(0))
             return {"params": params, "scaling": model.differentiate().init()}
 
+        # Only these two parts of the state are read; with Adam, moments are half of a
+        # checkpoint's bytes or more.
         like = as_saved(
             jax.eval_shape(initial), saved.checkpointer.manifest(step).leaves
         )
@@ -59,14 +61,17 @@ def check_exportable(model: Model) -> None:
     policy, roles = model.policy, jax.tree.leaves(model.roles)
     narrow = [role for role in roles if model.is_narrow(role)]
     if not model.narrow:
+        # One reason is enough: where no matmul is in FP8, layers mostly share it.
         reason = next(iter(model.skipped.values()))
         problem = f"no matmul of this run is in FP8: {reason}"
+    # The files have one scale for a weight, and one for an input.
     elif policy.simulate or policy.method.has_blocks:
         problem = (
             f"precision={{scaling: {policy.scaling}, forward: {policy.forward},"
             f" simulate: {str(policy.simulate).lower()}}} has no FP8 matmuls with one"
             " scale for each operand"
         )
+    # A reader of the files would multiply operands that were not prepared.
     elif policy.prepares_operands:
         problem = (
             "precision.hadamard and precision.clip_outliers change operands before"
@@ -95,6 +100,7 @@ def fp8_kernels(model: Model, params: Params, scaling: Any) -> dict[str, Fp8Kern
     if spec.scan_layers:
         params = unstack_layers(params)
         arguments = {k: unstack_layers(v) for k, v in arguments.items()}
+    # Readers expect a tensor for each layer; a scanned layer has one of all.
     unrolled = dataclasses.replace(spec, scan_layers=False, remat="none")
     model = Model.make(unrolled, model.policy, model.rows)
     input_scales = propagated_scales(model, params, arguments)
@@ -112,8 +118,11 @@ def fp8_kernels(model: Model, params: Params, scaling: Any) -> dict[str, Fp8Kern
         if is_scaled_array(kernel):
             scale = kernel.scale
             kernel = kernel.astype(DTYPES[model.policy.compute]).data
+        # The product casts the kernel itself, so that the file has the bits of the
+        # training.
         data, own_scale = dot.quantize(kernel)
         input_scale = dot.input_scale
+        # Null: the scale is measured for each input, and the reader measures it, too.
         if input_scale is not None:
             input_scale = as_tensor(input_scale * input_scales[role.layer])
         kernels[role.layer] = Fp8Kernel(
@@ -124,11 +133,13 @@ def fp8_kernels(model: Model, params: Params, scaling: Any) -> dict[str, Fp8Kern
 
 def as_tensor(scale: Any) -> np.ndarray:
     """Return a scale as FP32 [1]."""
+    # The shape that compressed-tensors has for a tensor's scale.
     return np.asarray(scale, np.float32).reshape(1)
 
 
 def fp8_layers(model: Model, bound: Any) -> Iterator[tuple[str, Linear]]:
     """Yield path and module of each linear layer whose matmul is FP8."""
+    # A list, because the caller replaces parts of the modules on the way.
     for path, module in list(nnx.iter_modules(bound)):
         name = ".".join(map(str, path))
         if isinstance(module, Linear) and name in model.narrow:
@@ -164,6 +175,7 @@ def propagated_scales(
         recorders = {}
         for path, layer in fp8_layers(model, bound):
             recorders[path] = layer.dot_general = InputScale(layer.dot_general)
+        # Traced for the scales alone: nothing uses the result, so XLA drops its work.
         bound.hidden(tokens)
         return {path: recorder.scale for path, recorder in recorders.items()}
 

@@ -62,6 +62,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return the line and the loss curve, for notebooks."""
+        # A run directory's name may hold < or &.
         text = html.escape(repr(self))
         if not self.rows:
             return f"<pre>{text}</pre>"
@@ -72,6 +73,7 @@ class Result:
         lines = records.smooth("train/loss", "training")
         lines.append(records.line("val/loss", "validation", COLORS[1], dots=True))
         png = curve_picture(Chart("Loss", lines, "nats per token"))
+        # A notebook has no path to a file, and is sent to others as one file.
         data = base64.b64encode(png).decode()
         return f'<pre>{text}</pre><img alt="Loss" src="data:image/png;base64,{data}">'
 
@@ -116,20 +118,25 @@ def train(
       Diverged: the watchdog gave up.
       KeyboardInterrupt: Ctrl-C before the first step, or twice.
     """
+    # `run` returns no loop then, and a Result has a state.
     if config.dry_run:
         raise UserError(
             "dry_run=true trains nothing; leave it out, or use `python -m trainer"
             " dry_run=true`"
         )
+    # Workers are other processes: they could not return a state, nor call the
+    # callbacks.
     if config.launcher.kind is not None:
         raise UserError(
             f"launcher={config.launcher.kind} is for the command: `scalify-trainer"
             " train`; leave it out to train in this process"
         )
+    # A program survives its run: no timeout and no second Ctrl-C may end its process.
     hooks = Hooks(model, data, tracker, callbacks, owns_process=False)
     code, loop = run(config, hooks=hooks)
     assert loop is not None  # only a dry run has none
     run_dir = loop.session.run_dir
+    # The log is read, because a resumed run's earlier rows are nowhere else.
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "event" not in row]
     # The exit code of a run that a signal stopped is 128 + the signal's number.
     stopped_by = signal.Signals(code - 128) if code else None

@@ -32,6 +32,7 @@ def vocab_size(c: schema.Config) -> int:
     if c.data.source == "prepared":
         # `config.combinations.validate` refuses nulls here.
         assert c.data.prepared_dir is not None
+        # The manifest alone: a plan runs where the shards are not.
         return Manifest.load(Path(c.data.prepared_dir)).vocab_size
     assert c.data.tokenizer is not None
     return get_tokenizer(c.data.tokenizer).vocab_size
@@ -64,6 +65,8 @@ def build_plan(
         hardware.target, hardware.gpus, hardware.hosts, *c.parallel.sizes
     )
     ids = vocab_size(c)
+    # Without this line 256 ids, of the default data, would plan a smaller model than is
+    # meant.
     if c.model.vocab_size is None and c.data.tokenizer == ByteTokenizer.name:
         log(
             f"planned with the vocabulary of data.tokenizer={c.data.tokenizer}: {ids}"
@@ -80,6 +83,7 @@ def build_plan(
             log(line)
     bf16_task = None
     if bf16 is not None:
+        # Without rows, which decide about FP8 matmuls alone.
         bf16_task = task._replace(model=Model.make(model.spec, bf16.policy))
 
     def batches(sequences: int) -> Tokens:

@@ -50,6 +50,7 @@ def describe_validation(c: schema.Config, data: Dataset) -> list[str]:
     """Return a line if validations during training may read only some of the files."""
     files = len(data.manifest.source.get("digests", ()))
     batches = c.train.eval_batches
+    # One file is mostly of one kind; the first of many may differ from the rest.
     if files < 2 or not c.train.eval_every or data.val.steps_per_epoch <= batches:
         return []
     return [
@@ -80,6 +81,7 @@ def describe_start(c: schema.Config, checkpoint: Restored) -> list[str]:
     """Return a line about the checkpoint that a run starts from."""
     if checkpoint.is_fork:
         return [f"forked from {checkpoint.origin}: a run of its own from here on"]
+    # A run that is over takes no step.
     if not 0 < checkpoint.step < c.train.steps:
         return []
     return [f"resuming after step {checkpoint.step:,}"]
@@ -88,6 +90,7 @@ def describe_start(c: schema.Config, checkpoint: Restored) -> list[str]:
 def recorded_origin(c: schema.Config, checkpoint: Restored) -> dict[str, str]:
     """Return a run's origin and the changes of its schedule, for its report."""
     facts = {}
+    # A fork's weights are those of its checkpoint, whatever init_from says.
     if checkpoint.origin:
         facts[FORKED] = checkpoint.origin
     elif c.init_from is not None:
@@ -120,6 +123,7 @@ class ScheduleChange(NamedTuple):
     def describe(self) -> list[str]:
         """Return a line if the learning rate of the last step taken has changed."""
         step, old, new = self.step, self.old_rates, self.new_rates
+        # A change of later steps bends no curve here.
         if old[step - 1] == new[step - 1] or step == new.steps:
             return []
         return [
@@ -219,6 +223,7 @@ def describe_batch_change(
     was, now = old.train.batch_tokens, new.train.batch_tokens
     if was == now:
         return []
+    # A batch is a function of the step, so positions count steps, not tokens.
     effect = "are left out" if now > was else "are seen twice"
     return [
         f"train.batch_tokens={now:,} (was {was:,}): batches are counted in steps, so"
