@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+# About one for each pixel of a chart's width: two charts share 1,200 pixels.
 MAX_POINTS = 600  # points of a line
 # Clip the y-axis above CLIPPED times the usual range. Usual: up to the 95th percentile,
 # or the largest median of SPIKE consecutive values, at most the 99th percentile. So
@@ -56,6 +57,8 @@ class StepAxes:
 
     def at(self, steps: Sequence[float]) -> tuple[list[float], list[float]]:
         """Return tokens and hours at these steps, interpolated linearly."""
+        # np.interp raises for an empty list. Beyond its ends it returns their values,
+        # which is right for an event behind the last row.
         if not self.steps:
             return [math.nan] * len(steps), [math.nan] * len(steps)
         return (
@@ -115,6 +118,7 @@ class Chart:
         shown = [line for line in self.lines if any(map(math.isfinite, line.ys))]
         if not shown or self.limit is None:
             return shown
+        # The first line's axes serve the limit: a chart with a limit shows one run.
         xs = (min(min(line.xs) for line in shown), max(max(line.xs) for line in shown))
         ys = (self.limit, self.limit)
         return [*shown, Line("limit", xs, ys, LIMIT_COLOR, axes=shown[0].axes)]
@@ -163,12 +167,15 @@ def smoothed(ys: Sequence[float], window: int) -> list[float]:
     A median ignores spikes. It is NaN where no value is finite.
     """
     medians: list[float] = []
+    # The window stays sorted: each step inserts one value and deletes one, where a sort
+    # of every window would take its whole length.
     ordered: list[float] = []
     for i, y in enumerate(ys):
         if math.isfinite(y):
             bisect.insort(ordered, y)
         if i >= window and math.isfinite(ys[i - window]):
             del ordered[bisect.bisect_left(ordered, ys[i - window])]
+        # The upper one of two middle values, so that each value shown was measured.
         medians.append(ordered[len(ordered) // 2] if ordered else math.nan)
     return medians
 
@@ -180,20 +187,27 @@ def value_range(
     values = sorted(y for line in lines for y in line.ys if math.isfinite(y))
     if not values:
         return 0.0, 1.0, 0
+    # An axis from zero must still show values below it.
     low = min(0.0, values[0]) if from_zero else values[0]
     high = values[-1]
     medians: list[float] = []
     for line in lines:
+        # A series with dots is short, and each of its values counts: a median of five
+        # would hide the high ones.
         ys = line.ys if line.dots else smoothed(line.ys, SPIKE)
         medians += filter(math.isfinite, ys)
+    # Of up to 20 values both are the largest, so a short series is never clipped.
     percentile_95, percentile_99 = (
         values[min(len(values) - 1, int(share * len(values)))] for share in (0.95, 0.99)
     )
     usual = min(percentile_99, max(percentile_95, *medians))
+    # Where nearly all values are equal, the usual range is 0 and no scale to clip by.
     if high - low > CLIPPED * (usual - low) > 0:
         high = low + 1.2 * (usual - low)
+    # A constant series has no range, and one of zeros no size: an axis needs two ends.
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     high += margin
+    # Below an axis from zero, a margin would look like negative values.
     if not (from_zero and low == 0):
         low -= margin
     return low, high, sum(y > high for y in values)
@@ -202,8 +216,9 @@ def value_range(
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Return at most `MAX_POINTS` points: the minimum and maximum of each bin.
 
-    A bin with a gap keeps the gap.
+    A bin with a gap keeps the gap, as one more point.
     """
+    # Means, or every n-th point, would hide single spikes, which readers look for.
     size = max(1, math.ceil(2 * len(xs) / MAX_POINTS))
     points = list(zip(xs, ys, strict=True))
     if size <= 2:
@@ -213,5 +228,6 @@ def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float
         part = points[i : i + size]
         gaps = [p for p in part if not math.isfinite(p[1])]
         finite = sorted((p for p in part if math.isfinite(p[1])), key=lambda p: p[1])
+        # A set, as the minimum of a bin may be its maximum; sorted by step again.
         remaining += sorted({*finite[:1], *finite[-1:], *gaps[:1]})
     return remaining
