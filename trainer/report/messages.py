@@ -30,6 +30,8 @@ from trainer.workload import TrainTask, Workload
 
 MIB = 2**20
 # A larger deviation from data.val_fraction, as a share of it, is reported.
+# Validation documents are drawn by a hash of each text, so their share of the tokens is
+# met only roughly.
 MAX_DEVIATION = 0.2
 # The types that narrow data is sent as, in HLO's names.
 SENT_AS = {"u8": "FP8", "u16": "FP16/BF16"}
@@ -58,7 +60,10 @@ def describe(
     """
     spec = w.model.spec
     diloco = w.task.diloco
+    # Replicas that sit a round out do no work: counting them would give a step of 3 of
+    # 8 replicas 2.67 times its FLOPs.
     participation = diloco.participants / diloco.num_replicas if diloco else 1.0
+    # A model of the user's program may have no layers to count.
     layers = f"{plural(spec.n_layer, 'layer')}, " if spec.n_layer else ""
     lines = [
         (
@@ -81,11 +86,13 @@ def describe(
         f"{w.task.flops_per_token * batch_tokens * participation:.3e} FLOPs a step",
     ]
     if w.task.trainable:
+        # Behind the model, whose count of parameters this line narrows down.
         lines.insert(
             1,
             f"trainable: {param_count(spec, w.task.select_trained):,} parameters,"
             f" {', '.join(w.task.trainable)}",
         )
+    # Memory and communication can be read from the compiled step alone.
     if step is None:
         return lines
     lines += describe_memory(step)
@@ -95,6 +102,7 @@ def describe(
 def describe_memory(step: jax.stages.Compiled | DiLoCoStep) -> list[str]:
     """Return a line about the memory of a compiled step, if its compiler reports it."""
     memory = step.memory_analysis()
+    # A backend need not analyze memory; `memory_analysis` then returns None.
     if memory is None:
         return []
     held = held_bytes(memory)
@@ -110,19 +118,26 @@ def facts_of(w: Workload) -> dict[str, str]:
     """Return the facts of environment.txt about model, precision and data."""
     manifest = w.data.manifest
     policy = w.model.policy
+    # FP8 attention alone is emulated on a CPU, too, also without narrow linear layers.
     narrow = policy.forward is not None or policy.attention is not None
     emulated = "; CPUs emulate FP8: its numbers, not its speed" * (
         narrow and w.mesh.devices.flat[0].platform == "cpu"
     )
+    # The report of every saved run looks facts up by these names: with a new name, the
+    # fact is unknown in older runs.
     return {
         "parameters": f"{w.task.parameters:,}",
         "vocabulary": f"{w.model.spec.vocab_size:,}",
         "arithmetic": describe_precision(w.model) + emulated,
+        # Separated by spaces, which no path of a layer has. `RunRecords.fp8_layers`
+        # splits them.
         "FP8 layers": " ".join(w.model.narrow) or "none",
         "text": text_of(manifest.source),
         "tokenizer": w.data.tokenizer.name,
         "training tokens": f"{manifest.token_count('train'):,}",
         "validation tokens": f"{manifest.token_count('val'):,}",
+        # `compare` ranks runs only beside those of the same digest, whatever their
+        # paths are called.
         VALIDATION_DIGEST: manifest.validation_content,
     }
 
@@ -136,9 +151,11 @@ def text_of(source: Mapping[str, Any]) -> str:
     if source["kind"] == "python":
         return (
             f"the standard library of {source['implementation']} {source['version']}"
+            # A distributor may patch or leave out files: a version alone names no text.
             f" ({source['files']:,} files, {source['bytes'] / 1e6:.1f} MB, digest"
             f" {source['digest'][:12]})"
         )
+    # Hugging Face data sets have a name, files have paths.
     return source.get("name") or ", ".join(source.get("paths", ())) or source["kind"]
 
 
@@ -157,6 +174,7 @@ def describe_mesh(mesh: jax.sharding.Mesh) -> str:
 def describe_devices(task: TrainTask) -> str:
     """Return a line about devices, processes and mesh."""
     line = f"devices: {describe_mesh(task.mesh)}"
+    # One device holds all gradients of a replica, so nothing is reduced in any format.
     if devices_of_replica(task.mesh) == 1:
         return line
     order = ", summed in fixed order" * task.reduce.deterministic
@@ -175,6 +193,7 @@ def describe_communication(
     if not isinstance(step, DiLoCoStep):
         return describe_collectives(task, step)
     lines = describe_syncs(sync_bytes_of(task, step), gbps)
+    # Only devices of one replica exchange gradients in every step.
     if devices_of_replica(task.mesh) > 1:
         lines += describe_collectives(task, step)
     return lines
@@ -191,6 +210,7 @@ def describe_syncs(sync_bytes: SyncBytes, gbps: float | None = None) -> list[str
         participants = f", of which {settings.participants} train in a round"
     parts = f" in {settings.fragments} fragments" if settings.fragments > 1 else ""
     assumption = "" if sync_bytes.are_compiled else " if each is on a separate machine"
+    # One replica has no bytes, so the figures below would be zero and infinity.
     if settings.num_replicas == 1:
         return [
             "DiLoCo: one replica, so nothing is sent; the outer optimizer moves it"
@@ -223,16 +243,20 @@ def describe_collectives(
     task: TrainTask, step: jax.stages.Compiled | DiLoCoStep
 ) -> list[str]:
     """Return a line about the bytes that a device sends per step, by collective."""
+    # One device sends nothing, so its step's text need not be written and parsed.
     text = step.as_text() if task.mesh.size > 1 else None
     if text is None:
         return []
     sent: dict[str, float] = {}
     for collective in Program(text).collectives:
+        # Narrow floats travel as the bits of integers; see
+        # `parallel.reduction.as_bits`.
         dtype = SENT_AS.get(collective.dtype, collective.dtype)
         key = f"{collective.op} {dtype}"
         sent[key] = sent.get(key, 0.0) + collective.sent(task.mesh.size)
     listed = ", ".join(
         f"{key} {size / MIB:.3f} MiB"
+        # The largest first: it is the one to shrink.
         for key, size in sorted(sent.items(), key=lambda item: -item[1])
     )
     return [
@@ -243,6 +267,8 @@ def describe_collectives(
 
 def rounding_of(weights: str, rounding: str) -> str:
     """Return a suffix about the rounding of weights; empty for FP32."""
+    # FP32 weights take each update as it is, so precision.weights_rounding has no
+    # effect.
     if weights == "fp32":
         return ""
     return f" (rounding: {rounding})"
@@ -288,6 +314,8 @@ def describe_precision(model: Model) -> str:
             share *= 2 / 3  # both gradients of the three matmuls of a layer
         e4m3_note = ""
         if policy.backward_e4m3:
+            # The key's patterns may match layers that are not cast, or whose format is
+            # e4m3 anyway.
             count = sum(
                 policy.backward_of(path) != policy.backward for path in model.narrow
             )
@@ -300,9 +328,12 @@ def describe_precision(model: Model) -> str:
             f"{share:.0%} of the FLOPs{operand_transforms(policy)}{attention}; the"
             f" rest{'' if attention else ', attention'} and head in {policy.compute}"
         )
+        # One mention for each reason, in the order of the layers: a model skips tens of
+        # layers for the same one.
         for why in dict.fromkeys(skipped.values()):
             paths = [path for path, reason in skipped.items() if reason == why]
             listed = ", ".join(paths[:4])
+            # No FP8 layer is left, which a list of four names would hide.
             if len(paths) == layer_count:
                 listed = "all"
             elif len(paths) > 4:
@@ -325,6 +356,7 @@ def describe_data(manifest: Manifest) -> str:
     share = val / (train + val)
     requested = manifest.val_fraction
     part = f"({share:.1%} for validation)"
+    # Few long documents may miss the share by far.
     if abs(share - requested) > MAX_DEVIATION * requested:
         part = (
             f"({share:.1%} for validation, not data.val_fraction={requested:.1%}: whole"
@@ -340,6 +372,7 @@ def describe_read(manifest: Manifest) -> str:
         return text_of(manifest.source)
     count = sum(split.documents for split in manifest.splits.values())
     files = len(manifest.source.get("digests", ()))
+    # A single text gives each part one document, so 2 documents would be a riddle.
     if files == 1 and all(split.documents == 1 for split in manifest.splits.values()):
         return "1 file, a single text"
     documents = plural(count, "document")
@@ -348,6 +381,7 @@ def describe_read(manifest: Manifest) -> str:
     # directories of earlier versions do not name formats
     formats = manifest.source.get("formats", {})
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in formats.items())
+    # A glob may take in files that the user did not mean; formats give that away.
     if len(formats) > 1:
         return f"{files:,} files ({kinds}), {documents}"
     return f"{plural(files, 'file')}, {documents}"
@@ -368,6 +402,8 @@ def describe_idle(policy: Policy, overrides: Sequence[str]) -> list[str]:
     given = set(map(key_of, overrides))
     return [
         f"precision.{name} has no effect here: {why}"
+        # Presets set many idle fields; only those that the user typed are a likely
+        # mistake.
         for name, why in without_effect(policy).items()
         if f"precision.{name}" in given
     ]
@@ -385,13 +421,19 @@ def farewell(
     resume = f"{program} {override('resume', run_dir)}"
     if code:
         where = f"step {loop.step} of {loop.plan.steps}"
+        # Step N of N reads as if nothing were left to resume.
         if loop.unfinished is not None and loop.step == loop.plan.steps:
             where += ", before its final validation was done"
+        # The launcher sees whether other workers failed, and prints one command for
+        # all.
         if has_launcher:
             say(f"stopped after {where}")
             return
         saved = max(loop.session.checkpointer.steps(), default=0)
+        # Without a checkpoint, resume= has nothing to read; the command itself starts
+        # again.
         how = f"the same command with {override('run_dir', run_dir)}"
+        # A run inside a user's program is resumed by that program, not by our command.
         if not loop.session.owns_process:
             how = "the same call"
         elif saved:
@@ -420,5 +462,6 @@ def farewell(
     # `generate` reads its arguments as they are, without the quotes of `override`.
     run_dir_argument = shlex.quote(f"run_dir={run_dir}")
     say(f"sample more:  {program} generate {run_dir_argument} prompt='And God said'")
+    # resume= takes no launcher over, so the full command is needed.
     command = "the same command with" if has_launcher else resume
     say(f"train longer: {command} train.steps={2 * loop.plan.steps}")
