@@ -227,9 +227,18 @@ def expand_arguments(arguments: Sequence[str]) -> CommandLine:
 def check_choices(
     overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise UserError for a group whose value Hydra does not read as a name."""
+    """Raise UserError for a group whose value Hydra does not read as a name, or reads
+    as a path to a file elsewhere, which may run a program.
+    """
     for override in overrides:
         key, _, value = override.partition("=")
+        group = key_of(override).partition("@")[0]
+        is_choice = (group in groups or "/" in group) and not value.startswith("{")
+        if is_choice and ".." in override:
+            raise UserError(
+                f"{override}: a choice is a name and no path; config=FILE takes the"
+                " settings of a file"
+            )
         # For null, true and 1 Hydra raises ValueError, which is no HydraException.
         if key in groups and NOT_A_CHOICE.fullmatch(value):
             raise UserError(f"{override}: expected one of {', '.join(groups[key])}")
