@@ -104,6 +104,7 @@ class DiLoCoSettings(NamedTuple):
         return [
             fragment
             for fragment in range(self.fragments)
+            # Evenly spaced, which spreads the traffic of the syncs over the round.
             if step % self.sync_every == fragment * self.sync_every // self.fragments
         ]
 
@@ -119,6 +120,8 @@ class DiLoCoSettings(NamedTuple):
             step // self.sync_every + PARTICIPANT_STREAM,
             jnp.arange(self.num_replicas),
         )[:, 0]
+        # Ranks, not a threshold on the words: exactly `participants` are drawn, also if
+        # two words are equal.
         rank = jnp.argsort(jnp.argsort(words))
         return rank < self.participants
 
@@ -130,6 +133,8 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
     """
     groups: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
+    # The partition follows from sizes alone, so a resumed run forms the same groups and
+    # no checkpoint has to store them.
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         smallest = sums.index(min(sums))
         groups[smallest].append(i)
@@ -146,7 +151,10 @@ def common_scales(tensors: Sequence[jax.Array], fmt: FloatFormat) -> jax.Array:
     """
     if fmt is FP32:
         return jnp.ones(len(tensors), jnp.float32)
+    # `initial`: an array without elements has no maximum, and JAX raises an error.
     amax = jnp.stack([jnp.max(jnp.abs(x), initial=0.0) for x in tensors])
+    # The exponent of infinity is 255, the largest: it wins the maximum, so a NaN or an
+    # infinity on one device is known on all of them.
     scales = jnp.where(jnp.isfinite(amax), top_binade_scale(amax, fmt), jnp.inf)
     exponents = lax.pmax(
         (lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8),
@@ -171,6 +179,8 @@ def encode(x: jax.Array, fmt: FloatFormat, words: jax.Array) -> jax.Array:
     if fmt.dtype is not None:
         return as_bits(rounded)
     magnitude = jnp.abs(rounded)
+    # A comparison with NaN is false, so NaN gets the code 0 here; the next statement
+    # sets it to 7.
     code = sum((magnitude >= number).astype(jnp.uint8) for number in FP4_VALUES[1:7])
     code = jnp.where(jnp.isnan(rounded), jnp.uint8(7), code) | (
         jnp.signbit(rounded).astype(jnp.uint8) << 3
@@ -184,6 +194,7 @@ def decode(sent: jax.Array, fmt: FloatFormat) -> jax.Array:
         return sent
     if fmt.dtype is not None:
         return from_bits(sent, fmt.dtype).astype(jnp.float32)
+    # The low half of a byte is the first number, as `encode` packs them.
     code = jnp.stack([sent & 15, sent >> 4], axis=-1).reshape(*sent.shape[:-1], -1)
     magnitude = jnp.asarray(FP4_VALUES)[code & 7]
     return jnp.where(code >= 8, -magnitude, magnitude)
@@ -234,6 +245,8 @@ def sync(
     )
 
     def only_participating(x: jax.Array) -> jax.Array:
+        # Not a product with 0 or 1: a NaN of a replica that rests would pass through
+        # it.
         return jnp.where(jnp.expand_dims(participating, range(1, x.ndim)), x, 0)
 
     def random_words(stream: int, tensor_index: int) -> jax.Array:
@@ -244,16 +257,22 @@ def sync(
     scales = common_scales(contributions, fmt)
 
     def encode_tensor(tensor: int, x: jax.Array) -> jax.Array:
+        # The reciprocal of a power of two is exact, so this multiplication is a
+        # division.
         flat = x.reshape(local_replicas, -1) * (1 / scales[tensor])
         if fmt is FP4_WITH_NAN:  # two numbers share a byte
             flat = jnp.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
         return encode(flat, fmt, random_words(SENT_STREAM, tensor_indices[tensor]))
 
+    # All tensors go in one all-to-all and one all-gather: small tensors would each pay
+    # the latency of a collective.
     sent = [encode_tensor(i, x) for i, x in enumerate(contributions)]
     mean_flat, mean_error = mean_of_pieces(
         jnp.concatenate(sent, axis=1),
         settings,
         all_participating,
+        # A piece may span tensors, so its random bits take one index. The fragment's
+        # first tensor tells it from fragments that are synced after the same step.
         random_words(PIECE_STREAM, tensor_indices[0]),
     )
     means: list[jax.Array] = []
@@ -263,6 +282,8 @@ def sync(
         sent_values = decode(codes, fmt)
         size = math.prod(x.shape[1:])
         columns = slice(start, start + size)
+        # The width of the decoded data, not `size`: FP4 has a column of padding behind
+        # an odd number of elements.
         start += sent_values.shape[1]
         means.append(mean_flat[columns].reshape(x.shape[1:]) * scale)
         residual = None
@@ -297,6 +318,7 @@ def mean_of_pieces(
     fmt = FORMATS[settings.format]
     mean_fmt = MEAN_FORMATS[settings.format]
     local_replicas = sent.shape[0]
+    # Every replica owns a piece of the same size, so zeros fill up the last one.
     padded = jnp.pad(sent, ((0, 0), (0, -sent.shape[1] % settings.num_replicas)))
     sent_RxKxm = padded.reshape(local_replicas, settings.num_replicas, -1)
     received_KxRxm = lax.all_to_all(
@@ -306,6 +328,8 @@ def mean_of_pieces(
         jnp.where(participating[k], decode(received_KxRxm[k], fmt), 0)
         for k in range(settings.num_replicas)
     ]
+    # Added in the order of the replicas. A compiler may order a sum over an axis
+    # otherwise, and the result would depend on where replicas lie.
     mean = functools.reduce(jnp.add, summands) * jnp.float32(1 / settings.participants)
     local_indices = jnp.arange(local_replicas)
     replica_indices = lax.axis_index(REPLICA) * local_replicas + local_indices
@@ -338,4 +362,5 @@ def bytes_of_sync(elements: int, tensors: int, settings: DiLoCoSettings) -> floa
     # An all-reduce of one byte a tensor is a reduce-scatter and an all-gather.
     scales = 0 if fmt is FP32 else 2 * tensors
     replicas = settings.num_replicas
+    # A replica keeps its share of each exchange: its piece is summed where it lies.
     return (replicas - 1) / replicas * (elements * bits / 8 + scales)

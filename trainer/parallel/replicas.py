@@ -80,6 +80,7 @@ class OuterOptimizer(NamedTuple):
 
 def select(accept: jax.Array, new: Any, old: Any) -> Any:
     """Return the stored array `new` if `accept` is true, else `old`, bit-exactly."""
+    # Not arithmetic: a rejected NaN, multiplied by zero, would still be NaN.
     return jax.tree.map(lambda a, b: jnp.where(accept, a, b), new, old)
 
 
@@ -110,6 +111,8 @@ def repeat_for_replicas(params: Any, num_replicas: int) -> Any:
 
 def replica_keys(key: jax.Array, count: int) -> jax.Array:
     """Return a key for each replica, [K]; that of the first replica is `key`."""
+    # The first key is unchanged, so that one replica that syncs after every step trains
+    # as a run without DiLoCo does.
     keys = [key, *(jax.random.fold_in(key, k) for k in range(1, count))]
     return jnp.stack(keys)
 
@@ -122,6 +125,8 @@ def with_replicas(state: TrainState, outer: OuterOptimizer) -> TrainState:
     num_replicas = outer.settings.num_replicas
     opt_state, scaling = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
+        # Packed before the replica axis is added: `pack` takes scalar scales, and
+        # afterwards each would be [K].
         (pack(state.opt_state), state.scaling),
     )
     states = TrainState(
@@ -131,6 +136,7 @@ def with_replicas(state: TrainState, outer: OuterOptimizer) -> TrainState:
         scaling,
     )
     replicas = Replicas(states, *initial_outer_state(state.params, outer))
+    # The optimizer state is empty here: each replica has its moments in `states`.
     return TrainState(state.params, (), state.key, state.scaling, replicas)
 
 
@@ -163,6 +169,7 @@ def with_outer_state(state: TrainState, outer: OuterOptimizer) -> TrainState:
     replicas = state.diloco
     assert replicas is not None
     residuals, momentum = initial_outer_state(state.params, outer)
+    # An unused part is (), which has no leaves.
     if jax.tree.leaves(residuals) and jax.tree.leaves(replicas.residuals):
         residuals = replicas.residuals
     if jax.tree.leaves(momentum) and jax.tree.leaves(replicas.momentum):
@@ -203,6 +210,8 @@ def with_replica_count(state: TrainState, count: int) -> TrainState:
         params=jax.tree.map(
             lambda x, outer: replace_new(x, outer[None]), states.params, state.params
         ),
+        # A replica's key follows from the state's key and its index, so replicas that
+        # stay keep their random bits.
         key=replica_keys(state.key, count),
     )
     residuals = jax.tree.map(
@@ -261,6 +270,8 @@ def make_inner_step(
 
     def rows_of_replicas(x_AxBxT1: jax.Array) -> jax.Array:
         accum, rows, length = x_AxBxT1.shape
+        # Contiguous rows for each replica: where every replica has its devices, they
+        # have these rows already, and nothing is sent.
         x = jnp.moveaxis(
             x_AxBxT1.reshape(accum, num_replicas, rows // num_replicas, length), 1, 0
         )
@@ -277,12 +288,17 @@ def make_inner_step(
         inputs: StepInputs,
     ) -> Any:
         replica_inputs = inputs._replace(
+            # The first replica keeps the seed: index 0 gives 0.
             seed=inputs.seed ^ (index * jnp.uint32(REPLICA_STREAM))
         )
         if settings.participants == num_replicas:
             return step(state, batch, replica_inputs)
+        # A branch of `cond` without a step must return the same metrics, so their
+        # shapes come from a trace without computation.
         _, shapes = jax.eval_shape(step, state, batch, replica_inputs)
         zeros = {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
+        # A branch, not a selection, so that a replica that rests computes nothing. The
+        # devices of a replica take the same branch, so they meet in its collectives.
         return lax.cond(
             participates,
             lambda: step(state, batch, replica_inputs),
@@ -294,6 +310,8 @@ def make_inner_step(
     ) -> tuple[Any, Metrics]:
         def on_device(replicas: tuple[Any, ...], inputs: StepInputs) -> Any:
             if num_replicas > mesh.shape[REPLICA]:
+                # One after the other, so that the activations of one replica at a time
+                # are in memory; `vmap` would hold those of all.
                 return lax.map(
                     lambda replica: replica_step(*replica, inputs=inputs), replicas
                 )
@@ -309,6 +327,8 @@ def make_inner_step(
             mesh=mesh,
             in_specs=(PartitionSpec(REPLICA), REPLICATED),
             out_specs=PartitionSpec(REPLICA),
+            # The axes of a replica stay automatic: the step maps them itself
+            # (`over_devices`), as it does without DiLoCo.
             axis_names={REPLICA},
             check_vma=False,
         )((states, rows, indices, participating), inputs)
@@ -328,11 +348,15 @@ def combine_metrics(metrics: Metrics, participating: jax.Array) -> Metrics:
     """
 
     def mean(x: jax.Array) -> jax.Array:
+        # Added one by one, in the order of the replicas: the order of a sum over the
+        # axis depends on their devices, by an ulp with four replicas.
         total = functools.reduce(jnp.add, list(jnp.where(participating, x, 0)))
         return total / jnp.sum(participating)
 
     combined = {name: mean(x) for name, x in metrics.items()}
     return combined | {
+        # A replica that rests reports zeros, which would read as a step that is not
+        # finite.
         "finite": jnp.all(metrics["finite"] | ~participating),
         "bad_leaf": jnp.max(jnp.where(participating, metrics["bad_leaf"], -1)),
     }
@@ -385,6 +409,8 @@ def outer_update(
         update = mean + factor * velocity
         momentum = select(accept, storage.quantize(velocity), momentum)
     if new_residual is not None:
+        # At the scale of the sync, which all replicas share: there is one scale for the
+        # residuals [K, ...] of a tensor.
         stored = storage.quantize(new_residual, scale)
         residual = select(accept, stored, zero_nonfinite(residual))
     return update, residual, momentum
@@ -448,6 +474,8 @@ def make_sync(
         states = replicas.states
         params = outer.select_trained(state.params)
         replica_params = outer.select_trained(states.params)
+        # The same function of the sizes as in `compiled.sync_bytes`, which counts the
+        # bytes of each fragment.
         sizes = [p.size for p in tree.leaves(params)]
         fragment = Fragment(fragments_of(sizes, settings.fragments)[index])
         residuals = fragment.take(replicas.residuals)
@@ -489,6 +517,7 @@ def make_sync(
             accept=accept,
             leaf_indices=fragment.indices,
         )
+        # Replicas that did not take part in the round get the outer weights, too.
         new_replica_params = repeat_for_replicas(new_params, settings.num_replicas)
         states = dataclasses.replace(
             states,
@@ -538,6 +567,8 @@ class DiLoCoStep:
         state = dataclasses.replace(
             state, diloco=dataclasses.replace(replicas, states=states)
         )
+        # On the device, the number of the step would make the host wait here at each
+        # step.
         steps_taken = int(inputs.step) + 1
         for fragment in self.settings.due(steps_taken):
             state = self.syncs[fragment](state, np.int32(steps_taken), inputs.seed)
