@@ -112,6 +112,8 @@ def qkv_rows_to_columns(x: jax.Array, role: Role) -> jax.Array:
     # kernel [.., D/n, g, n, F/n], bias [.., g, n, F/n]
     parts = x.reshape(*x.shape[:-1], role.groups, n, -1)
     if role.is_kernel:
+        # Each device gets the columns of its heads alone: an all-gather of the rows
+        # would hold the whole kernel first.
         parts = all_to_all_bits(parts, "tensor", parts.ndim - 2, parts.ndim - 4)
     else:
         parts = lax.dynamic_index_in_dim(
@@ -130,6 +132,8 @@ def qkv_columns_to_rows(x: jax.Array, role: Role) -> jax.Array:
     if role.is_kernel:
         parts = all_to_all_bits(parts, "tensor", parts.ndim - 4, parts.ndim - 2)
     else:
+        # A device holds its heads' part of the gradient of a bias that is whole on all,
+        # so all parts are gathered.
         parts = all_gather_bits(parts, "tensor", parts.ndim - 2)
     return parts.reshape(*parts.shape[:-3], -1)
 
@@ -152,6 +156,8 @@ def all_gather_param(p: Any, spec: PartitionSpec, role: Role, comm: CommConfig) 
     """
     if fsdp_axis(spec) is None and role.groups == 1:
         return p
+    # The format is the one to which the first use rounds the parameter, or its own, so
+    # a narrow all-gather does not change the loss.
     narrow = comm.cast_for_all_gather(role, p)
     if is_scaled_array(narrow):
         return with_scale(all_gather_array(narrow.data, spec, role), narrow.scale)
@@ -168,6 +174,8 @@ def all_gather_tree(params: Any, specs: Any, comm: CommConfig) -> Any:
         whole = all_gather_param(p, spec, role, comm)
         if is_scaled_array(whole):
             return whole
+        # A gradient has the dtype of its parameter, so one that was sent in a narrower
+        # dtype is widened to that of the state.
         return whole.astype(p.dtype)
 
     return _map_params(gather_leaf, params, specs, comm)
@@ -208,6 +216,8 @@ def reduce_tree(grads: Any, specs: Any, comm: CommConfig, seed: jax.Array) -> An
     next_index = itertools.count()
 
     def reduce_leaf(grad: Any, spec: PartitionSpec, role: Role) -> Any:
+        # Scales that are measured at run time differ by device, so the data of scaled
+        # gradients cannot be added.
         mean = reduce_array(
             weights.wide(grad), spec, role, comm, seed=seed, leaf_index=next(next_index)
         )
@@ -234,6 +244,8 @@ def _map_params(
 
 def ordered_pmean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the mean over the devices of mesh axes, summed in mesh order."""
+    # The order of `lax.pmean` is that of the backend's collective, which may differ
+    # with the processes.
     return jnp.mean(lax.all_gather(x, axes), axis=0)
 
 
@@ -260,6 +272,9 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
         def sharded_value_and_grad(
             params: Any, scaling: Any, tokens: Any, segments: Any, keys_B: Any
         ) -> tuple[Any, Any, Any]:
+            # Gathered outside of `value_and_grad`: the gradient is that of the whole
+            # parameters, and `reduce_tree` chooses how it is sent. Inside, JAX would
+            # transpose the gather by itself.
             loss, grads, statistics = value_and_grad(
                 all_gather_tree(params, specs, comm), scaling, tokens, segments, keys_B
             )
@@ -276,6 +291,7 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
             if not reduce_micro_batches:
                 grads = reduce_tree(grads, specs, comm, rounding_seed(keys_AxB[0]))
             return (
+                # `tensor` is left out: its devices share the rows, and so the loss.
                 ordered_pmean(loss, BATCH_AXES),
                 grads,
                 # `statistics` holds the amax of tensors, for their next scales.
@@ -301,6 +317,8 @@ def gradient_over(mesh: Mesh, comm: CommConfig) -> GradientFn:
 
 def rounding_seed(keys_B: jax.Array) -> jax.Array:
     """Return the seed of a device's stochastic rounding, from its first key."""
+    # The keys belong to sequences, so devices with different rows have different seeds,
+    # and the devices of a tensor-parallel group the same one.
     return jax.random.bits(keys_B[0], (), jnp.uint32)
 
 
@@ -362,6 +380,7 @@ def amax_over(mesh: Mesh, roles: Any) -> AmaxFn:
         ]
 
         def on_device(groups: Sequence[Sequence[jax.Array]]) -> jax.Array:
+            # Not over `data`, whose devices hold copies of the state.
             return lax.pmax(largest_magnitudes(groups), ("fsdp", "tensor"))
 
         return over_devices(on_device, mesh, in_specs=(specs,), out_specs=REPLICATED)(
@@ -391,6 +410,8 @@ def squared_norms_over(mesh: Mesh, roles: Any) -> Callable[[Any], jax.Array]:
             totals = []
             for axes, group in groups.items():
                 group_sums = sums[np.array(group)]
+                # Only an axis that splits an array may be summed over: the devices of
+                # another hold copies, which would be counted again.
                 if axes:
                     group_sums = jnp.sum(lax.all_gather(group_sums, axes), axis=0)
                 totals.append(group_sums)

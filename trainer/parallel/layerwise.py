@@ -76,6 +76,8 @@ def _gather(shard: jax.Array, *, array: LayerArray, is_scaled: bool) -> jax.Arra
 @composite_rule("gather_weights")
 def _gather_scaled(call: Any, shard: v.Value) -> v.Value:
     p = v.scalar_scale(shard)
+    # Without this rule the call would be evaluated in FP32 at scale 1, and four bytes
+    # an element would be sent.
     sent = call.settings["array"].gather(with_scale(p.data, p.scale))
     return v.value(sent.data, sent.scale, p.expected_rms)
 
@@ -84,9 +86,12 @@ def _gather_scaled(call: Any, shard: v.Value) -> v.Value:
 def _reduce(
     grad: jax.Array, leaf_index: jax.Array, seed: jax.Array, *, array: LayerArray
 ) -> jax.Array:
+    # The gradient of an array has its dtype, also where the reduction computes in FP32.
     return array.reduce(grad.astype(jnp.float32), leaf_index, seed).astype(grad.dtype)
 
 
+# With `wide` the gradient comes in FP32: it is reduced first, and rounded to its format
+# once.
 @composite_rule("reduce_gradients", wide=True)
 def _reduce_scaled(call: Any, grad: Any, leaf_index: Any, seed: Any) -> jax.Array:
     return call.settings["array"].reduce(
@@ -128,6 +133,8 @@ class FsdpLayerComm(NamedTuple):
             array = self.arrays.get(_names(path))
             if array is None:
                 return grad
+            # Layers have different random bits, although a scan traces one body for all
+            # of them.
             leaf_index = layer_index * len(self.arrays) + array.index
             return _reduce(grad, leaf_index, self.seed, array=array)
 

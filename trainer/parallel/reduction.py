@@ -46,6 +46,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
     Other arrays are returned unchanged.
     """
+    # FP32 stays: XLA widens narrow collectives only.
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
         return lax.bitcast_convert_type(x, UINT_BY_BYTES[x.dtype.itemsize])
     return x
@@ -89,8 +90,11 @@ def quantize(x: jax.Array, fmt: FloatFormat, seed: Any, leaf_index: Any) -> jax.
     """
     if fmt is FP32:
         return x
+    # E4M3 has 3 bits of mantissa, E5M2 has 2; BF16 and FP16 have more.
     if fmt.mantissa_bits > 3:
         return fmt.cast(x)
+    # Not over `tensor`: its devices hold equal copies of the arrays that are not split,
+    # and must round them alike.
     shard_index = lax.axis_index(BATCH_AXES)
     return fmt.stochastic_round(x, counter_bits(x.shape, seed, leaf_index, shard_index))
 
@@ -111,6 +115,8 @@ def common_scale(x: jax.Array, fmt: FloatFormat) -> jax.Array | float:
     """
     if fmt is FP32:
         return 1.0
+    # Over all axes of a step, with `tensor`: `reshard` mixes data of its devices, which
+    # must be at one scale. `initial` serves arrays without elements.
     amax = lax.pmax(jnp.max(jnp.abs(x), initial=0.0), STEP_AXES)
     return jnp.where(
         jnp.isfinite(amax) & (amax > 0), top_binade_scale(amax, fmt), jnp.float32(1)
@@ -149,6 +155,7 @@ def mean_over_devices(
         if lax.axis_size("data") > 1:
             part = lax.psum(part, "data")
         return part / devices
+    # A power of two: its reciprocal is exact, and rescaling rounds nothing.
     scale = common_scale(x, fmt)
     data = reshard(quantize(x * (1 / scale), fmt, seed, leaf_index))
     mean = mean_by_all_to_all(data, scatter_axis, fmt, seed=seed, leaf_index=leaf_index)
@@ -181,6 +188,8 @@ def mean_by_all_to_all(
     num_pieces = num_devices // num_parts
     parts = x.reshape(num_parts, -1)
     part_size = parts.shape[1]
+    # All pieces of an all-to-all have one size, so zeros fill up the last one; they are
+    # cut off again below.
     padded = jnp.pad(parts, ((0, 0), (0, -part_size % num_pieces)))
     pieces_PxQxS = padded.reshape(num_parts, num_pieces, -1)
     # all_to_all numbers the devices with `fsdp` fastest, so the axis of pieces (`data`)
