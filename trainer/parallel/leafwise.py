@@ -34,6 +34,7 @@ class LeafProgram:
         None for the other arguments.
     """
 
+    # A jaxpr equals only itself, so `signature` is compared in its place.
     jaxpr: Any = dataclasses.field(compare=False)
     signature: tuple[Any, ...]
     key_impls: tuple[Any, ...]
@@ -73,6 +74,8 @@ class Trace:
             return atom if isinstance(atom, core.Literal) else atoms[atom]
 
         for eqn in jaxpr.eqns:
+            # A function that is called twice may have one jaxpr, with the same
+            # variables, for both calls; so each call gets new ones.
             inputs = list(map(renamed, eqn.invars))
             if eqn.primitive.name == "jit" and len(eqn.outvars) > 1:
                 results = self._inline(eqn.params["jaxpr"], inputs)
@@ -92,6 +95,8 @@ class Trace:
         while pending:
             x = pending.pop()
             index = self._producers.get(x)
+            # Keys are arguments; else the seed and the index of the layer would be
+            # constants of its program, which no other layer could share.
             is_argument = is_key(x.aval) and not through_keys
             if index is not None and index not in indices and not is_argument:
                 indices.add(index)
@@ -99,6 +104,8 @@ class Trace:
         eqns = [self._eqns[index] for index in sorted(indices)]
         used = variables([*(x for eqn in eqns for x in eqn.invars), *outputs])
         computed = {x for eqn in eqns for x in eqn.outvars}
+        # In order of first use. The order of a set of variables depends on their
+        # addresses, so the arguments would have another order in each process.
         arguments = [x for x in dict.fromkeys(used) if x not in computed]
         return core.Jaxpr((), arguments, list(outputs), eqns)
 
@@ -144,6 +151,8 @@ def evaluate_leafwise(
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
+# JAX finds a compiled program by the identity of its function, so equal programs must
+# get the same function.
 @functools.lru_cache(maxsize=512)
 def jitted(
     program: LeafProgram, shardings: tuple[Sharding, ...]
@@ -198,6 +207,7 @@ def evaluate_keys(
     jaxpr = trace.jaxpr_of(keys, through_keys=True)
     given = (trace.given[x] for x in jaxpr.invars)
     arrays = jax.core.eval_jaxpr(jaxpr, (), *given)
+    # One transfer for all keys; a copy for each would wait for the device each time.
     data = jax.device_get([jax.random.key_data(x) for x in arrays])
     impls = map(jax.random.key_impl, arrays)
     return dict(zip(keys, data, strict=True)), dict(zip(keys, impls, strict=True))
@@ -211,13 +221,17 @@ def signature_of(jaxpr: Any) -> tuple[Any, ...]:
     results = (x for eqn in jaxpr.eqns for x in eqn.outvars)
     numbers = {x: i for i, x in enumerate((*jaxpr.invars, *results))}
 
+    # Variables are compared by identity, so their numbers in order stand for them.
     def value(atom: Any) -> Any:
         if not isinstance(atom, core.Literal):
             return numbers[atom]
         bits = np.asarray(atom.val)
+        # The type tells a Python number, which has a weak dtype, from a NumPy scalar.
         return type(atom.val), bits.dtype, bits.shape, bits.tobytes()
 
     eqns = (
+        # `ctx` has settings of the trace that change results, such as
+        # `threefry_partitionable`.
         (eqn.primitive, tuple(eqn.params.items()), eqn.ctx, *map(value, eqn.invars))
         for eqn in jaxpr.eqns
     )

@@ -46,7 +46,11 @@ class MeshSizes(NamedTuple):
         """Return the sizes with -1 replaced; raise UserError if they do not fit."""
         known = math.prod(size for size in self if size != -1)
         sizes = MeshSizes(*(devices // known if size == -1 else size for size in self))
+        # A product of 0 means that the known sizes exceed the devices, so -1 was
+        # replaced by 0.
         fits = 1 <= math.prod(sizes) <= devices
+        # Without a -1 the sizes may leave devices over; with it all are used, so the
+        # known sizes must divide their number.
         divides = -1 not in self or devices % known == 0
         if not (fits and divides):
             valid = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -85,6 +89,7 @@ def make_mesh(
     sizes = MeshSizes(data, fsdp, tensor)
     replica_axis = 1
     if num_replicas is not None:
+        # Before the sizes are filled: a -1 takes the devices that one replica gets.
         replica_axis = replica_axis_size(num_replicas, sizes, len(devices))
     filled = sizes.filled(len(devices) // replica_axis)
     used = devices[: replica_axis * math.prod(filled)]
@@ -102,6 +107,7 @@ def make_mesh(
         shape = (replica_axis, *shape)
         names = (REPLICA, *names)
     types = (AxisType.Auto,) * len(names)
+    # `with_sharding_constraint` takes Auto axes only.
     return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
 
@@ -113,6 +119,7 @@ def replica_axis_size(num_replicas: int, sizes: MeshSizes, devices: int) -> int:
     """
     mesh_devices = math.prod(size for size in sizes if size != -1)
     divisors = [n for n in range(1, num_replicas + 1) if num_replicas % n == 0]
+    # The default: if not even one mesh fits, `filled` says so with the valid sizes.
     return max((n for n in divisors if n * mesh_devices <= devices), default=1)
 
 
@@ -126,6 +133,8 @@ def over_devices(
     """
     settings: dict[str, Any] = {"mesh": mesh}
     current = jax.sharding.get_abstract_mesh()
+    # `shard_map` inside `shard_map` takes the mesh of the context, in which REPLICA is
+    # manual.
     if REPLICA in current.manual_axes:
         settings = {"mesh": current, "axis_names": set(STEP_AXES)}
     return jax.shard_map(
@@ -179,6 +188,8 @@ def place_batch(batch: "Batch", *, accum: int, mesh: Mesh) -> Tokens:
     sharding = batch_sharding(mesh)
 
     def place(rows_NxT1: np.ndarray) -> jax.Array:
+        # Consecutive rows are a micro-batch, on every mesh, so gradients are summed
+        # over the same sequences.
         rows_AxBxT1 = rows_NxT1.reshape(accum, -1, rows_NxT1.shape[-1])
         return jax.make_array_from_callback(
             rows_AxBxT1.shape, sharding, lambda index: rows_AxBxT1[index]

@@ -46,6 +46,7 @@ def start_processes(config: Mapping[str, Any]) -> None:
     )
     address, count, index = (os.environ.get(name) for name in PROCESS_VARIABLES)
     advice = f"set {', '.join(PROCESS_VARIABLES)}, or run under Slurm"
+    # `join(address)` below would ignore the one that is set.
     if (count is None) != (index is None):
         raise UserError(
             f"parallel.distributed=true, but only one of {PROCESS_VARIABLES[1]} and"
@@ -56,11 +57,14 @@ def start_processes(config: Mapping[str, Any]) -> None:
             join(address)
         else:
             join(address, int(count), int(index))
+    # A number that is none and a missing coordinator are ValueErrors, errors of JAX's
+    # service RuntimeErrors.
     except (ValueError, RuntimeError) as error:
         raise UserError(
             "parallel.distributed=true, but the processes could not be joined:"
             f" {str(error).splitlines()[0]}; {advice}"
         ) from error
+    # After the join: comparing needs a collective.
     check_same_settings(config)
 
 
@@ -82,12 +86,14 @@ def check_same_settings(config: Mapping[str, Any]) -> None:
 
     Processes with different programs would wait for each other forever.
     """
+    # The group is part of the name, so that the message names keys as they are typed.
     settings: dict[str, Any] = {}
     for name, section in config.items():
         if isinstance(section, Mapping):
             settings |= {f"{name}.{key}": value for key, value in section.items()}
         else:
             settings[name] = section
+    # Sorted, so that all processes compare hashes in the same order.
     compared = sorted(settings.keys() - MAY_DIFFER_BY_MACHINE)
     names, process = compare_processes({name: settings[name] for name in compared})
     if names:
@@ -104,9 +110,11 @@ def compare_processes(values: Mapping[str, Any]) -> tuple[list[str], int]:
     All processes must call it, with the same names.
     """
     data = b"".join(
+        # Not a checksum of 32 bits: other content with the same CRC-32 is easy to make.
         hashlib.blake2b(repr(value).encode(), digest_size=4 * HASH_WORDS).digest()
         for value in values.values()
     )
+    # Not uint64, which JAX narrows to 32 bits unless x64 is enabled.
     hashes = np.frombuffer(data, np.uint32)
     gathered = np.asarray(multihost_utils.process_allgather(hashes))
     gathered = gathered.reshape(-1, len(values), HASH_WORDS)
@@ -118,6 +126,7 @@ def compare_processes(values: Mapping[str, Any]) -> tuple[list[str], int]:
 
 def shared_name(prefix: str) -> str:
     """Return a random file name, the same in all processes."""
+    # Bytes, because an array is all that a broadcast takes.
     suffix = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
         suffix = multihost_utils.broadcast_one_to_all(suffix)
@@ -155,6 +164,8 @@ def raise_together() -> Iterator[None]:
         user_error = error
     if jax.process_count() > 1:
         message = np.frombuffer(
+            # Cut by bytes, which may split a character; `decode` below replaces its
+            # rest.
             str(user_error or "").encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"),
             np.uint8,
         )
@@ -180,6 +191,7 @@ class AsyncMax:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._largest = jax.jit(jnp.max, out_shardings=replicated(mesh))
+        # Started at once, so that each call has a result of an earlier one to return.
         self._pending = self._start(0)
 
     def __call__(self, number: int) -> int:
@@ -193,6 +205,8 @@ class AsyncMax:
 
     def _start(self, number: int) -> jax.Array:
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        # One element for each device: a process fills those of its devices, and the
+        # maximum needs no other layout.
         copies = np.full(self._mesh.size, number, np.int32)
         return self._largest(
             jax.make_array_from_callback(

@@ -48,14 +48,19 @@ def partition_spec(
         return PartitionSpec(*axes)
     first_axis = int(role.stacked)  # not that of layers, which a scan slices
     local_shape = list(shape)
+    # An axis of one device is not named, so that shardings of equal placement are
+    # equal.
     if sizes["tensor"] > 1 and role.split is not None:
         # `role.split` counts from the end: -1 is the last axis. A factored moment may
         # lack that axis.
         split_axis = len(shape) + role.split
+        # A factored moment may have the axis in another length; one that does not
+        # divide stays whole.
         if split_axis >= first_axis and local_shape[split_axis] % sizes["tensor"] == 0:
             axes[split_axis] = "tensor"
             local_shape[split_axis] //= sizes["tensor"]
     if sizes["fsdp"] > 1:
+        # Rows of a kernel before its columns: shards of rows are contiguous in memory.
         for axis in range(first_axis, len(shape)):
             # XLA cannot reduce-scatter an empty axis.
             if local_shape[axis] > 0 and local_shape[axis] % sizes["fsdp"] == 0:
@@ -121,6 +126,8 @@ def map_specs(
             )
             for array_path, name in array_paths
         }
+        # The empty path leads to no role, so the array of scales stays whole on every
+        # device.
         return dataclasses.replace(
             x, arrays=arrays, scales=map_array((), x.scales, by_replica)
         )
