@@ -272,6 +272,7 @@ def raise_not_importable(source: Path, spec: Any) -> NoReturn:
 
 CUSTOM = Family(
     name="own",  # checkpoints store it
+    # Only the user knows the names of layers: these are Flax's names of parameters.
     forward_order=("embedding", "scale", "kernel", "bias"),
     build=build_functions,
     check_tensor=check_tensor,

@@ -17,6 +17,7 @@ from trainer.models.model_functions import ModelFunctions, Params
 class Spec(Protocol):
     """Sizes and choices of a model, a frozen dataclass."""
 
+    # For type checkers: `dataclasses.replace` and `fields` take a Spec by it.
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
@@ -70,6 +71,7 @@ class Spec(Protocol):
         This takes a byte more per parameter and saves four kernels per layer.
         """
 
+    # Specs are keys of caches, such as that of `flops.abstract_parameters`.
     def __hash__(self) -> int:
         """Return the hash of a frozen dataclass."""
 

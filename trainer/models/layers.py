@@ -77,6 +77,7 @@ class Linear(nnx.Linear):
     are summed over it; None: this device has all rows.
     """
 
+    # Set after construction: `nnx.Linear` has no such argument.
     psum_axis: str | None = None
     probes: ClassVar[tuple[str, ...]] = ("in", "out")
 
@@ -121,6 +122,7 @@ def dense(
     psum_axis: str | None = None,
 ) -> jax.Array:
     """Return `x @ kernel + bias`, `[N, F]` in `dtype`; `psum_axis` as in `Linear`."""
+    # Summed before the bias, which each device would add to its part.
     y_NxF = sum_over_axis(matmul(x_NxD, kernel_DxF, dot_general, dtype), psum_axis)
     if bias_F is None:
         return y_NxF.astype(dtype)

@@ -86,6 +86,7 @@ def read_tensors(
             if file_names.get(name, file.name) == file.name
         }
         repeated = sorted(file_tensors.keys() & file_of.keys())
+        # Nothing tells which of the two is the trained one.
         if repeated:
             name = repeated[0]
             raise UserError(
@@ -362,6 +363,7 @@ def write_tensors(
     names = [SINGLE]
     if len(shards) > 1:
         names = [
+            # transformers' names of the parts.
             f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
             for i in range(len(shards))
         ]

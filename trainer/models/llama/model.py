@@ -330,6 +330,7 @@ class Llama(Decoder):
     def rotation(self, position: jax.Array | int, length: int) -> Rotation:
         """Return the rotation of `length` positions from `position` on."""
         spec = self.spec
+        # A constant of the program: it follows from the spec alone.
         frequency_P = frequencies(spec.head_width, spec.rope_theta, spec.rope_scaling)
         # Positions are FP32: above 256, BF16 has no odd numbers.
         position_T = (position + jnp.arange(length)).astype(jnp.float32)
