@@ -57,6 +57,7 @@ def check_supported(
     Keys may be absent. With other values the model would not compute the same function.
     """
     for key, values in supported.items():
+        # The first value is the meaning of a file without the key.
         if config.get(key, values[0]) not in values:
             raise UserError(
                 f"{key}={config[key]!r} is not supported; valid: {values[0]!r}"

@@ -73,6 +73,7 @@ def attention_flops_per_token(spec: Spec) -> int:
     """
     if spec.head_width is None:
         return 0
+    # A window that exceeds the context hides nothing.
     keys = min(spec.attention_window or spec.context, spec.context)
     return 4 * spec.n_layer * keys * spec.n_head * spec.head_width
 

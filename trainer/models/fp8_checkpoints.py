@@ -231,6 +231,7 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
       UserError: weights are not symmetric E4M3, or groups have different blocks.
     """
     for key in ("transform_config", "sparsity_config"):
+        # The weights of such files are more than their numbers times the scales.
         if settings.get(key):
             raise UserError(f"{QUANTIZATION}: {key} is not supported; {SUPPORTED}")
     groups = settings.get("config_groups")

@@ -67,6 +67,7 @@ def load_params(
         another shape.
     """
     config, scales = config_beside(path), None
+    # A GPT-2's single file may come without one.
     if config.is_file():
         scales = Fp8ScaleLayout.from_config(read_object(config))
         # Before anything is traced: with intermediate_size=2^40 XLA ends the process,

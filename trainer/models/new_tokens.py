@@ -135,6 +135,8 @@ def new_rows(
         rows = np.broadcast_to(old_VxD.mean(axis=0), fresh_NxD.shape)
     else:
         random = np.random.default_rng(seed)
+        # The old rows' mean and deviation: a row of another size would get logits that
+        # stand out.
         normal = random.standard_normal(fresh_NxD.shape, np.float32)
         rows = old_VxD.mean(axis=0) + old_VxD.std(axis=0) * normal
     # A copy: `broadcast_to` gives a view that cannot be written.

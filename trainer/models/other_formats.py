@@ -17,6 +17,7 @@ PROGRAM_ADVICE = (
 OPTIONS = {
     ".bin": ("", ""),
     ".gguf": ("gguf_file={0}", ""),
+    # transformers 5 reads no files of Flax and TensorFlow.
     ".msgpack": ("from_flax=True", " by transformers 4"),
     ".h5": ("from_tf=True", " by transformers 4"),
 }

@@ -130,6 +130,7 @@ class Generator:
                 return i + 1, ids_S.at[i].set(token), logits_V, cache
 
             first = 0, jnp.zeros(positions, jnp.int32), logits_V, cache
+            # `count` is traced, so that windows of all lengths share this program.
             return jax.lax.while_loop(lambda carry: carry[0] < count, step, first)[1]
 
         self._prefill, self._sample = prefill_window, sample_window

@@ -100,6 +100,7 @@ class GPT2Spec(DecoderSpec):
 
     vocab_size: Positive
     context: Positive = 1024
+    # The sizes of GPT-2's 124M.
     n_layer: Layers = 12
     n_head: Positive = 12
     d_model: Positive = 768
