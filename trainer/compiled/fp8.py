@@ -53,7 +53,7 @@ class Gpu(NamedTuple):
         empty.
         """
         method = policy.method
-        # Tuples: (10, 0) is more than (8, 9), which floats or strings would not tell.
+        # Tuples: (10, 0) is more than (8, 9), which strings would not tell.
         if self.capability >= method.capability:
             return ""
         return f"{self.kind} has no {method.kernels} tensor cores"

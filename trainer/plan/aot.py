@@ -228,8 +228,7 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
     for line in assignment.splitlines():
         if line.startswith("allocation"):
             allocation += 1
-            # Arguments and results have allocations of their own, which are counted by
-            # their names.
+            # Arguments have allocations of their own, and are counted by their names.
             is_temporary = line.endswith("preallocated-temp:")
             continue
         match = BUFFER.match(line) if is_temporary else None
