@@ -92,6 +92,7 @@ def apply_blocks(
     def run(
         graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, per_layer: Any
     ) -> jax.Array:
+        # Merged inside: `jax.checkpoint` and scans take arrays, and no modules.
         return call(nnx.merge(graphdef, layer), x_NxD, shared, per_layer)
 
     if layer_comm is not None:
@@ -227,4 +228,5 @@ def decode_blocks(
     for i, block in enumerate(blocks):
         x_NxD, layer_cache = call(block, x_NxD, layer_of(per_layer, i))
         new_caches.append(layer_cache)
+    # As a scan stacks them, so that callers see one layout of the cache.
     return x_NxD, jax.tree.map(lambda *c: jnp.stack(c), *new_caches)

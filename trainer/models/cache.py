@@ -35,6 +35,8 @@ def extend_cache(
     position: jax.Array | int,
 ) -> KVCache:
     """Return a layer's cache with new keys and values from `position` on."""
+    # It shifts back an update that exceeds the cache, in silence: callers keep
+    # `position + T` within it.
     update = jax.lax.dynamic_update_slice_in_dim
     return KVCache(
         update(cache.k, k_BxTxGxK, position, axis=1),

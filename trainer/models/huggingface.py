@@ -27,6 +27,8 @@ def family_at(source: Path) -> Family | None:
       UserError: a damaged config.json, or an unknown family.
     """
     file = config_beside(source)
+    # It refuses a link that leads nowhere: taken for an absent file, its settings would
+    # be left out without a word.
     if not has_file(file):
         return None
     return family_of(SPECS[read_config(file, family_name_of)])
@@ -45,6 +47,7 @@ def load(source: Path, spec: Spec) -> tuple[Any, Params]:
     Raises:
       UserError: missing or damaged files, or an unknown family.
     """
+    # Around all readers: a damaged file may raise any error in them.
     with well_formed(f"the model in {source}", "download or copy it again"):
         family = family_at(source)
         if family is None:

@@ -93,6 +93,8 @@ def read_tensors(
                 f"{file} and {file_of[name].name} both hold {name} ({len(repeated)}"
                 " tensors twice in all); leave only one of them in the directory"
             )
+        # With FP8, names of scales are expected: the rest is checked when these are
+        # gone.
         if fp8 is None:
             check_tensor_names(file, file_tensors)
         tensors |= file_tensors

@@ -25,6 +25,8 @@ class LastColumns(nnx.Module):
     def __init__(
         self, linear: Linear, columns: int, gain: float, dot_general: DotGeneral
     ) -> None:
+        # The same variables: NNX keeps a shared one once, so the model has no parameter
+        # more.
         self.kernel, self.bias = linear.kernel, linear.bias
         self.dtype = linear.dtype
         self.columns = columns

@@ -154,6 +154,7 @@ class LlamaSpec(DecoderSpec):
           UserError: a key is missing or damaged, or the model is a variant that is not
             implemented.
         """
+        # A null stays: Mistral's sliding_window=null means no window, not the default.
         config = {**cls.config_format.defaults, **config}
         return cls(
             **fields_from_config(config, cls.config_format), **cls.extra_fields(config)
