@@ -84,6 +84,7 @@ class Decoder(nnx.Module):
         return empty_cache(
             self.spec.n_layer,
             batch,
+            # A generated text needs less than the context, which may be very long.
             length or self.spec.context,
             self.spec.n_kv_head,
             self.spec.head_width,

@@ -125,6 +125,8 @@ class Fp8ScaleLayout(NamedTuple):
             return None
         method = settings.get("quant_method") if isinstance(settings, dict) else None
         if method == "fp8":
+            # Without blocks, rows and tensors are told apart by the shapes of the
+            # scales.
             return cls(block_of(settings, "weight_block_size"))
         if method == "compressed-tensors":
             return cls(compressed_block(settings))
@@ -148,6 +150,8 @@ class Fp8ScaleLayout(NamedTuple):
             if tensor.dtype != DTYPES["F8_E4M3"]:
                 wide[name] = tensor
                 continue
+            # The scale's name has the place of the weight's: `a.b.weight`,
+            # `a.b.weight_scale`.
             stem = name.removesuffix("weight")
             scale_names = [stem + suffix for suffix in SCALE_SUFFIXES]
             scale_name = next((key for key in scale_names if key in tensors), None)
@@ -240,6 +244,7 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     for group in groups.values() if isinstance(groups, dict) else [{}]:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
+        # Only these decide how stored numbers become weights: activations are not read.
         keys = ("num_bits", "type", "strategy", "symmetric")
         bits, kind, strategy, symmetric = (weights.get(key) for key in keys)
         if (

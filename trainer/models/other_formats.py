@@ -80,6 +80,8 @@ def check_format(source: Path) -> None:
     elif not any(directory.glob("*.safetensors")):
         for file in sorted(directory.iterdir()):
             check_suffix(file)
+        # Some repositories have their weights one level below, such as in a folder for
+        # each size.
         in_subdirectories = sorted(directory.glob("*/*.safetensors"))
         if in_subdirectories:
             raise UserError(

@@ -111,6 +111,8 @@ def role_of(roles: Any, path: Sequence[Any]) -> Role | None:
         node = roles
         for key in keys[start:]:
             node = node.get(key) if isinstance(node, dict) else None
+        # The longest path that leads to a role counts, since it starts at the first
+        # key.
         if isinstance(node, Role):
             return node
     return None

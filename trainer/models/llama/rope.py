@@ -147,6 +147,7 @@ def _unchanged_by_yarn(
         ratio = s.original_context / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
+    # Rounded outwards, as transformers with `truncate`, its default.
     start = max(math.floor(pair_index(s.beta_fast)), 0)
     end = min(math.ceil(pair_index(s.beta_slow)), dim - 1)
     # As transformers, where a ramp of no width would divide by zero.
@@ -169,6 +170,7 @@ def rope_of(
     rope = rope_settings(config)
     # `type` is the key of files of earlier transformers.
     kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    # Others, such as longrope, change the function.
     if kind != "default" and kind not in KEYS:
         raise UserError(
             f"rope_type={kind!r} is not supported; valid: 'default',"
@@ -200,6 +202,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
       UserError: it is no object, each kind of layer has one, or two contradict each
         other.
     """
+    # transformers 5 writes `rope_parameters`, version 4 `rope_scaling`.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UserError(f"rope_scaling={rope!r}: expected an object")
