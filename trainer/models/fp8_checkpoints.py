@@ -244,7 +244,8 @@ def compressed_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     for group in groups.values() if isinstance(groups, dict) else [{}]:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
-        # Only these decide how stored numbers become weights: activations are not read.
+        # These and the blocks decide how stored numbers become weights. What is said of
+        # activations does not count.
         keys = ("num_bits", "type", "strategy", "symmetric")
         bits, kind, strategy, symmetric = (weights.get(key) for key in keys)
         if (

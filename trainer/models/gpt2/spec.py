@@ -158,8 +158,8 @@ class GPT2Spec(DecoderSpec):
         """See `family.Spec`."""
         check_supported(config, SUPPORTED)
         check_quantization(config)
-        # Without a model_type nothing says that these defaults are meant: all sizes must
-        # be there.
+        # Without a model_type nothing says that these defaults are meant: all sizes are
+        # required.
         defaults = CONFIG_DEFAULTS if config.get("model_type") == "gpt2" else {}
         fields = {
             name: size_from_config(config, keys, defaults.get(name))
