@@ -49,6 +49,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Return next-token logits, FP32 `[B, T, vocab_size]`; see `hidden`."""
         h_BxTxD = self.hidden(tokens_BxT, segments_BxT, **settings)
+        # Matmuls act on N = B T rows: see `trainer.models.layers`.
         return self.logits(h_BxTxD.reshape(-1, self.spec.d_model)).reshape(
             *tokens_BxT.shape, self.spec.vocab_size
         )

@@ -101,6 +101,7 @@ def save(
     if spec.scan_layers:
         params = unstack_layers(params)
         spec = dataclasses.replace(spec, scan_layers=False)
+    # After unstacking: the kernels have the paths of unrolled layers.
     if fp8 is not None:
         params = with_kernels(params, family.build(spec).roles, fp8)
     return family.huggingface.save(Path(directory), spec, params, eot)

@@ -128,6 +128,7 @@ def to_params(
             raise missing_tensor(source, name, shape, unread.keys() - names)
         tensor = unread.pop(name)
         check_shape(source, name, tensor, shape)
+        # `np.pad` copies: a table without padding stays the array of the file.
         if role.padding:
             tensor = np.pad(tensor, ((0, role.padding), (0, 0)))
         leaves.append(tensor.T if is_transposed else tensor)

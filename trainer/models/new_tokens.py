@@ -143,6 +143,7 @@ def new_rows(
     rows = np.array(rows, np.float32)
     shared_rows = old_VxD[shared.old]
     if mixture is not None:
+        # Over the normal rows, which stay for tokens without a mixture.
         rows[mixture.ids] = mixture.weights @ shared_rows
     # Last, so that no method changes the rows of shared tokens.
     rows[shared.new] = shared_rows

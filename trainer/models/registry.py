@@ -59,6 +59,8 @@ def family_of(spec: Spec | type[Spec]) -> Family:
     for name, spec_class in reversed(SPECS.items()):
         if issubclass(cls, spec_class):
             return importlib.import_module(f"trainer.models.{name}.family").FAMILY
+    # No class of SPECS: the spec of a custom model. The import brings JAX, so it is
+    # here.
     from trainer.models.custom import CUSTOM
 
     return CUSTOM

@@ -167,6 +167,7 @@ class Generator:
         # A power of two, so that texts of similar lengths share their compiled
         # programs.
         S = min(self.spec.context, 1 << (needed - 1).bit_length())
+        # Of a prompt that exceeds the context only the end can be read.
         ids, sampled = list(prompt[-S:]), 0
         while sampled < max_new_tokens:
             before_window()
