@@ -394,8 +394,8 @@ class DeepSeek(Blocks):
     """Blocks of 128, of weights 128 x 128, each on an FP32 scale; simulated."""
 
     name = "deepseek"
-    # cuDNN's block-scaled products take scales in E8M0 or E4M3 alone: FP32 scales are
-    # always simulated.
+    # cuDNN's block-scaled products take scales in E8M0 or E4M3: blocks on FP32 scales
+    # are only simulated.
     format_pairs = ()
 
     def recipe(self, policy: "PrecisionFields", *, native: bool) -> "Recipe":

@@ -100,7 +100,6 @@ class GPT2(Decoder):
         """
         spec, (B, T) = self.spec, tokens_BxT.shape
         embed_keys_B = keys_LxB = None
-        # Without keys, as in evaluation, there is no dropout.
         if spec.dropout > 0 and dropout_keys_B is not None:
             # One more than layers, so that the embedding's mask is no layer's.
             keys = split_keys(dropout_keys_B, 1 + spec.n_layer)
