@@ -109,6 +109,7 @@ def save_gpt2(
         # Fused attention has no dropout.
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
+        # transformers 5 calls it `dtype`, and reads this name, too.
         "torch_dtype": str(tensors[LAYOUT.table].dtype),
         "bos_token_id": eot,
         "eos_token_id": eot,

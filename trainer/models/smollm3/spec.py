@@ -95,4 +95,5 @@ class SmolLM3Spec(LlamaSpec):
 
 
 def _rope_layers(layers: int, every: int) -> tuple[bool, ...]:
+    # Counted from 1, as transformers does: the first layer of each group is rotated.
     return tuple(every == 0 or (i + 1) % every != 0 for i in range(layers))
