@@ -35,7 +35,7 @@ def extend_cache(
     position: jax.Array | int,
 ) -> KVCache:
     """Return a layer's cache with new keys and values from `position` on."""
-    # It shifts back an update that exceeds the cache, in silence: callers keep
+    # JAX shifts back an update that exceeds the cache, in silence: callers keep
     # `position + T` within it.
     update = jax.lax.dynamic_update_slice_in_dim
     return KVCache(

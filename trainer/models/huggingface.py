@@ -27,8 +27,8 @@ def family_at(source: Path) -> Family | None:
       UserError: a damaged config.json, or an unknown family.
     """
     file = config_beside(source)
-    # It refuses a link that leads nowhere: taken for an absent file, its settings would
-    # be left out without a word.
+    # `has_file` refuses a link that leads nowhere: taken for an absent file, its
+    # settings would be left out without a word.
     if not has_file(file):
         return None
     return family_of(SPECS[read_config(file, family_name_of)])

@@ -222,10 +222,10 @@ def store_gradients(grads: Any, policy: Policy, narrow: Callable[[Any], bool]) -
       policy: the precision.
       narrow: whether the parameter at a path of keys is such a kernel.
     """
-    if policy.forward is None or policy.weight_grad == "fp32":
-        return grads
     # Where no matmul is narrow, the products give gradients in `weight_grad`
     # themselves.
+    if policy.forward is None or policy.weight_grad == "fp32":
+        return grads
     fmt = FloatFormat.parse(policy.weight_grad)
 
     def store(path: Any, grad: Any) -> Any:

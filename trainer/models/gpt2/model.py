@@ -74,7 +74,7 @@ class GPT2(Decoder):
 
         The first token is at `position`.
         """
-        # It shifts a slice that exceeds the table, in silence: see `decode`.
+        # JAX shifts a slice that exceeds the table, in silence: see `decode`.
         wpe_TxD = jax.lax.dynamic_slice_in_dim(
             self.wpe.embedding[...], position, tokens_BxT.shape[1]
         )

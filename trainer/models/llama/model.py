@@ -304,8 +304,7 @@ class Llama(Decoder):
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
         )
         self.norm = RMSNorm(spec.d_model, spec.norm_eps, layers, probes=("in", "out"))
-        # A head of its own is no table, for nothing is looked up in it: its gradient
-        # comes from matmuls alone.
+        # No table: nothing is looked up in it, and its gradient comes from matmuls alone.
         if not spec.tied:
             self.lm_head = Embedding(
                 spec.vocab_size,
