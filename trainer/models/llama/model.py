@@ -304,7 +304,7 @@ class Llama(Decoder):
             make_block, rngs.params(), spec.n_layer, scan=spec.scan_layers
         )
         self.norm = RMSNorm(spec.d_model, spec.norm_eps, layers, probes=("in", "out"))
-        # No table: nothing is looked up in it, and its gradient comes from matmuls alone.
+        # No table, since nothing is looked up in it: only matmuls give it a gradient.
         if not spec.tied:
             self.lm_head = Embedding(
                 spec.vocab_size,
