@@ -96,6 +96,7 @@ class JittedAsStep:
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
+        # At each call, because a batch of another shape is traced anew.
         with self._tracing():
             return self._jitted(*args)
 
@@ -188,6 +189,8 @@ class TrainTask(NamedTuple):
         """
         spec = self.model.spec
         is_split = self.mesh.shape["fsdp"] > 1
+        # Only a scan reuses the memory of a layer's weights, and only recomputation
+        # gathers them again for the backward pass.
         return is_split and spec.scan_layers and spec.remat == "block"
 
     def on_mesh(self, micro_batches: int | None = None) -> tuple[Model, CommConfig]:
@@ -307,6 +310,7 @@ def jitted_eval_step(task: TrainTask) -> Any:
     # One device needs no shard_map.
     if task.mesh.size > 1:
         loss = loss_over(task.mesh, comm, loss)
+    # Every process reads the loss, so each has a copy.
     return task.jit(make_eval_step(loss), out_shardings=replicated(task.mesh))
 
 
@@ -364,6 +368,7 @@ def abstract_state(task: TrainTask, scale: float | None = None) -> TrainState:
     """
 
     def initial() -> TrainState:
+        # Any seed: shapes alone are computed.
         params, key = task.model.training.init(jax.random.key(0)), jax.random.key(0)
         return TrainState(params, None, key, task.model.differentiate().init())
 
@@ -444,6 +449,7 @@ def lower_step(
         step, like = make_inner_step(step, task.mesh, task.diloco), like.diloco.states
     # The same shardings out as in, or the next step could not take the state.
     placed = jax.tree.map(lambda x: x.sharding, like)
+    # Donated: two states would need twice the memory.
     jitted = jax.jit(
         step, donate_argnums=0, out_shardings=(placed, replicated(task.mesh))
     )

@@ -68,6 +68,7 @@ def schema_of(spec: type) -> type:
     """Return the schema of `model` for a spec: `ModelConfig` and the spec's fields, of
     which `vocab_size` may be null.
     """
+    # Made from the spec, so that a new family changes no schema.
     keys = [
         (name, hint | None if name == "vocab_size" else hint)
         for name, hint in annotations(spec).items()
@@ -83,11 +84,14 @@ MODEL_SCHEMAS = {family: schema_of(spec) for family, spec in SPECS.items()}
 @dataclass(frozen=True)
 class Data:
     source: Literal["embedded", "python", "text", "hf", "prepared", "mix"]
+    # Null where prepared data name their own.
     tokenizer: str | None
     cache_dir: str | None
     workers: Positive | None
     document_mask: bool
+    # Null is true: runs that were saved before the key existed have null.
     boundary_loss: bool | None
+    # Each is a batch in memory, and the number may be of somebody else's run.
     prefetch: Annotated[int, at_least(1), at_most(1000)]
     val_fraction: ShareBelow1 | None
     paths: tuple[str, ...]
@@ -272,6 +276,7 @@ class TrainPhase:
       precision: as the group; in a configuration file, the name of a preset.
     """
 
+    # Defaults stand here, because the entries of a list have no YAML file for them.
     until: Positive | None = None
     trainable: tuple[str, ...] | None = None
     lr: Amount | None = None
@@ -322,10 +327,13 @@ class Metrics:
 @dataclass(frozen=True)
 class SampleConfig:
     every: Natural
+    # A model needs a first token.
     prompt: Annotated[str, Bound(bool, "a first word")]
     max_new_tokens: Annotated[int, at_least(0), at_most(MAX_NEW_TOKENS)]
     temperature: Amount
+    # JAX's integers have 32 bits.
     top_k: Annotated[int, at_least(0), at_most(2**31 - 1)]
+    # 0 would leave no token to sample.
     top_p: Annotated[
         float, Bound(lambda p: 0 < p <= 1, "more than 0, at most 1 (all tokens)")
     ]
@@ -337,6 +345,7 @@ class WatchdogConfig:
     spike_zscore: Amount
     # A checkpoint's metadata holds as many losses.
     spike_window: Annotated[int, at_least(2), at_most(10**6)]
+    # One jump of the loss that comes back at once is harmless.
     spike_steps: Annotated[int, at_least(2)]
     max_rollbacks: Natural
     stop_seconds: Amount
@@ -391,6 +400,8 @@ class Config:
     def trained_tokens(self) -> int:
         """Tokens that an optimizer step trains on, under DiLoCo by the participants."""
         replicas = self.diloco.replicas or 1
+        # Replicas that sit out a round train on nothing, though the batch has their
+        # part.
         participants = self.diloco.participants or replicas
         return self.train.batch_tokens * participants // replicas
 
