@@ -136,6 +136,7 @@ def check_task(task: TrainTask) -> None:
     try:
         _ = task.trained_roles  # raises for a name that matches no parameter
     except UserError as error:
+        # Roles know no keys of a configuration.
         raise UserError(f"train.trainable: {error}") from None
 
 
@@ -175,6 +176,7 @@ def check_split(model: Model, mesh: Mesh) -> None:
             " valid: a product that divides it"
         )
     if tensor > 1:
+        # Each device multiplies its part, which must be a multiple that FP8 takes, too.
         family_of(spec).check_tensor(
             spec, tensor, model.policy.method.multiple if model.policy.in_fp8 else 1
         )
@@ -255,6 +257,7 @@ def build_workload(
         tokens_per_device(c, mesh),
         custom_model,
     )
+    # Null means true.
     if c.data.boundary_loss is False:
         if custom_model is not None:
             raise UserError(
@@ -333,6 +336,8 @@ def build_state(
         return first_state(w.task, w.seed)
     source, method, spec = Path(c.init_from), c.init.embeddings, w.model.spec
 
+    # Called by `first_state` once the FP32 parameters exist, whose places on the mesh
+    # it takes.
     def load(like: Params) -> Params:
         if method is None:
             params, line = initial_weights(source, spec, w.data.tokenizer, like)
@@ -448,6 +453,7 @@ def train_batches(
 
     A background thread reads ahead.
     """
+    # A function of the start, because a rollback reads from another step.
     return lambda start: prefetch(w.data.train, start, until, depth=c.data.prefetch)
 
 

@@ -108,6 +108,7 @@ def build_data(
             context=c.model.context,
             batch_size=c.batch_size,
         )
+        # A program's batches have ids already, so nothing is prepared.
         return Dataset(*loaders, loaders[0].manifest.directory)
     try:
         directory = prepare_source(source, c.data)
@@ -157,6 +158,7 @@ def at_start_directory(c: schema.Config, run_dir: Path) -> Iterator[schema.Confi
             sources=data.sources and tuple(map(str, map(absolute, data.sources))),
         )
     with contextlib.chdir(start_dir):
+        # Asked in the directory of the start, because its path may be relative.
         is_gone = tokenizer is not None and is_missing(tokenizer)
         if is_gone and tokenizer_copy.is_file():
             data = dataclasses.replace(data, tokenizer=str(tokenizer_copy))

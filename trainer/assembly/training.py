@@ -109,11 +109,14 @@ def run(
         check_start(directory.path, resume.source, resume.step, config.init_from)
         phases = build_phases(config, hooks.data, hooks.make_model)
         check_same_inputs(config, phases.first.workload.data)
+        # Entered before the session, whose messages would break the live line.
         with Display(config.train.steps, console=console) as display:
             session, checkpoint, events = open_session(
                 config, phases, hooks, directory, display, overrides
             )
             with finish_session(session) as ending:
+                # Inside of `finish_session`, so that a tracker that fails here is
+                # finished, too.
                 for event in events:
                     session.tracker.event(event_step(checkpoint), event)
                 while True:  # one iteration for each training phase
@@ -122,6 +125,7 @@ def run(
                     # A signal or a divergence ends the run in the middle of a phase.
                     if ending.exit_code or loop.step >= config.train.steps:
                         break
+                    # Handed over in memory: a phase may end between two checkpoints.
                     checkpoint = end_of_phase(loop)
             farewell(
                 loop,
@@ -153,6 +157,7 @@ def set_up_process(config: schema.Config) -> Output:
 def describe_only(phases: Phases, console: Output) -> None:
     """Compile the step of every phase, and print what would be trained."""
     for phase in phases.all:
+        # Every phase is compiled, because a later one may need more memory.
         batch = build_batch(phase.config, phase.task.mesh)
         with log_duration(COMPILING, console.print):
             step = compile_step(phase.task, batch)
@@ -342,6 +347,7 @@ def start_tracker(
 class Ending:
     """The end of a run; its exit code is 1 until it is known."""
 
+    # A bug leaves this value.
     exit_code: int = 1
     has_report: bool = False
 
