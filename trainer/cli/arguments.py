@@ -84,6 +84,7 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
     """Return the value as its annotated type; `null` is None for `X | None`."""
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:  # X | None
+        # As in the configuration, whose keys these arguments stand beside.
         if value == "null":
             return None
         return _convert(choices[0], key, value)
@@ -102,6 +103,7 @@ def _convert(hint: typing.Any, key: str, value: str) -> typing.Any:
         number = hint(value)
     except ValueError:
         raise UserError(f"{key}={value}: expected {kinds[hint]}") from None
+    # A larger one would overflow in JAX, or fail with a traceback.
     if hint is int and abs(number) > MAX_INTEGER:
         raise UserError(f"{key}={value}: expected at most {MAX_INTEGER}")
     return number

@@ -146,6 +146,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
     }
     if args.text:
         document["text"] = args.text
+    # Rounded figures of the table would hide differences between precisions.
     write_json(path, document)
     show(f"all digits: {path}")
 
@@ -281,10 +282,12 @@ def policy_of(item: str) -> Policy:
                 f"{item}: {change} does not belong to the precision; expected"
                 " +precision.key=value"
             )
+    # A key without + would be read as the name of a preset.
     if "=" in name:
         raise UserError(f"{item}: expected the name of a precision first, such as bf16")
     # By Hydra, so that an evaluated preset means what it means in training.
     precision = compose_config([f"precision={name}", *changes]).precision
+    # The checkpoint's history is of the run's method, and is empty for another.
     if precision.method.has_history:
         raise UserError(
             f"{item}: its scales come from a history that only training writes; valid:"

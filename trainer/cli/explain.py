@@ -146,6 +146,7 @@ def load_state(
             f"{overrides[0]}: a run has its own configuration; leave out run_dir= for a"
             " fresh model"
         )
+    # After the check of the arguments, because JAX takes seconds to import.
     from trainer.assembly.build import build_state, build_workload
     from trainer.assembly.saved_model import restore_training
     from trainer.run.libraries import prepare_jax
@@ -153,6 +154,7 @@ def load_state(
     if arguments.run_dir:
         config, workload, restored = restore_training(Path(arguments.run_dir))
         return config, workload, restored.state
+    # `restore_training` does this for a run.
     prepare_jax()
     config = compose_config(overrides)
     workload = build_workload(config)

@@ -87,6 +87,7 @@ def special_ids_in(directory: Path, name: str) -> dict[str, Any]:
     from trainer.data.tokenizer_settings import read_beside
 
     tree = read_beside(directory, name)
+    # A missing key differs from null: transformers has defaults for some.
     keys = [key for key in SPECIAL_IDS if key in tree]
     # Somebody else may have written the file; other types would fail in the reader.
     return {key: tree[key] for key in keys if isinstance(tree[key], int | list | None)}
@@ -134,6 +135,7 @@ def describe_origin(origin: Path, files: Sequence[Path]) -> str:
     from trainer.data.tokenizer_settings import SETTINGS, read_beside
 
     names = [file.name for file in files]
+    # Transformers has kept templates in either place.
     has_template = "chat_template.jinja" in names or (
         "chat_template" in read_beside(origin, SETTINGS)
     )
@@ -177,6 +179,7 @@ def drop_code(out: Path) -> None:
     from trainer.data.tokenizer_settings import SETTINGS, read_beside
     from trainer.models.weight_files import write_object
 
+    # config.json is written anew and names no code.
     for name in (SETTINGS, "generation_config.json"):
         tree = read_beside(out, name)
         data = {key: value for key, value in tree.items() if key not in CODE_KEYS}

@@ -51,11 +51,13 @@ class Arguments:
         f" else {DEFAULT_SEQUENCES}",
         0,
     )
+    # JAX reads this variable, too: the plan has the limit of the run.
     memory_fraction: float = argument(
         "fraction of the memory that JAX takes; default:"
         " XLA_PYTHON_CLIENT_MEM_FRACTION",
         float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")),
     )
+    # Off, because each size takes a compilation of the step.
     search: bool = argument(
         "search for the largest micro-batch, by compiling several", False
     )
@@ -127,6 +129,7 @@ def make_plan(
 
 def check_hardware(args: Arguments) -> int:
     """Return the number of hosts. Raises UserError for numbers that are not valid."""
+    # Rounded up: hosts are filled, and the check below refuses a rest.
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
     if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:
         raise UserError(

@@ -74,6 +74,7 @@ def texts_of(
         for piece in cut_at_lines(text, PIECE_CHARS):
             if remaining <= 0:
                 return
+            # The limit holds for the whole text, not for each document.
             yield piece[:remaining]
             remaining -= len(piece)
 
@@ -86,6 +87,7 @@ class ByteCounter:
 
     def __iter__(self) -> Iterator[str]:
         for text in self.texts:
+            # Counted on the way, because the texts are read once, as a stream.
             self.bytes += len(text.encode())
             yield text
 
