@@ -182,8 +182,11 @@ def print_tasks(
     """Print a line for each metric of each task, and write tasks.json into the run."""
     # Not in `main`: without tasks these arguments are not read.
     check_at_least(args, limit=0, fewshot=-1, batch=1)
+    # More sequences at once are not faster, and would end in XLA's traceback about
+    # memory.
     if args.batch > MAX_SEQUENCES:
         raise UserError(f"batch={args.batch}: expected at most {MAX_SEQUENCES}")
+    # Other text has no tasks: they are made of what the run did not train on.
     if args.text:
         raise UserError(
             "tasks and text: give one of them; the tasks of this package are made of"
@@ -260,6 +263,7 @@ def harness_command(files: Sequence[Path]) -> str:
             f"lm_eval cannot read {files[0].parent}: it splits its arguments at"
             " commas; rename the directory to run these tasks there"
         )
+    # The harness takes globs: a directory's name may hold * or [.
     names = ",".join(glob.escape(str(file)) for file in files)
     return (
         "the same for an export: lm_eval --model hf --model_args pretrained=EXPORT"

@@ -174,6 +174,7 @@ def few_sequences(
             f"sequences={arguments.sequences}: a micro-batch of this run has"
             f" {len(tokens)}"
         )
+    # Without data.document_mask a batch has no numbers of documents.
     if segments is not None:
         segments = segments[: arguments.sequences]
     return tokens[: arguments.sequences], segments

@@ -166,6 +166,7 @@ def limit_lengths(out: Path, context: int) -> None:
     lengths = {SETTINGS: "model_max_length", "generation_config.json": "max_length"}
     for name, key in lengths.items():
         tree = read_beside(out, name)
+        # Tokenizers without a limit have 10^30 there.
         if isinstance(tree.get(key), int | float) and tree[key] > context:
             write_object(out / name, tree | {key: context})
 
@@ -196,6 +197,7 @@ def model_card(model: "SavedModel", formats: str, reader: str) -> str:
     # Not after a resume with another batch size, or if DiLoCo replicas sit out.
     if model.trained_tokens == model.step * c.train.batch_tokens:
         steps += f" of {c.train.batch_tokens:,} tokens"
+    # Phases may have several.
     precisions = ", then ".join(map(code_span, model.precisions))
     origin = ""
     if c.init_from is not None:
@@ -265,6 +267,7 @@ def main(args: Arguments) -> None:
         # The run computed all that is not FP8 in this format.
         dtype = model.config.precision.compute
         kernels = restore_fp8_kernels(run_dir, model.step)
+    # Also with format=fp8, where it is the format of all other weights.
     if args.dtype != "auto":
         dtype = args.dtype
     params = cast_params(model.params, dtype)
@@ -272,6 +275,7 @@ def main(args: Arguments) -> None:
     files, tokenizer_paths = write_files(out, model, params, kernels, origin)
     reader = tokenizer_class(out)
     formats = dtype if kernels is None else f"fp8 and {dtype}"
+    # Last, so that a card stands for an export that is whole.
     write_text(out / "README.md", model_card(model, formats, reader))
     names = [path.name for path in [*files, out / "README.md", *tokenizer_paths]]
     show(f"wrote {args.out}, step {model.step:,}: {', '.join(names)}")

@@ -151,6 +151,7 @@ def planned_config(args: Arguments, overrides: Sequence[str]) -> tuple[Config, i
         # The plan does not read it, and its default may be shorter than the context.
         overrides = [*overrides, "train.batch_tokens=${model.context}"]
     config = compose_config(overrides)
+    # Without a batch of the user nothing says how many sequences a GPU should take.
     if args.micro_batch or not has_batch:
         return config, args.micro_batch or DEFAULT_SEQUENCES
     # GPUs of one tensor group share their sequences. -1 (all the rest) counts as 1
@@ -206,6 +207,7 @@ def step_lines(plan: "StepPlan") -> list[str]:
         lines.append(
             f"extrapolated from {list(DEPTHS)} layers; exact=yes compiles all of them"
         )
+    # The peak is that of the compute format, so FP8 may exceed it.
     mfu = plan.mfu_of(plan.roofline_seconds)
     compute = plan.task.model.policy.compute
     return [
@@ -278,6 +280,7 @@ def explain_mfu(mfu: float) -> str:
 def later_lines(plan: "StepPlan") -> list[str]:
     """Return the lines of further compilations: the comparison, and the search."""
     lines = []
+    # bf16 is compiled only if asked for, and if the step fits.
     if plan.bf16 is not None:
         extra = ", ".join(
             f"{n:+} {kind}" for kind, n in plan.extra_kernels().items() if n
