@@ -87,6 +87,8 @@ class Model(NamedTuple):
         check_fp8_attention(spec, policy)
         family = family_of(spec)
         sizes = linear_sizes(spec)
+        # By rows, too: FP8 matmuls take multiples, so a small batch may keep a layer
+        # wide.
         skipped = skipped_matmuls(policy, sizes, rows)
         narrow = [path for path in sizes if path not in skipped]
         dots = dot_general_for(

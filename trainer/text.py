@@ -23,6 +23,7 @@ SECRET = re.compile(
 BRACES = re.compile(r"([^,\[\]'\"{}=]*)\{([^{}]*,[^{}]*)\}([^,\[\]'\"{}]*)")
 # what Hydra reads without quotes
 UNQUOTED = re.compile(r"[\w./\-]([\w./\- ]*[\w./\-])?", re.ASCII)
+# The part before the @: a proxy's or a git server's user and password.
 LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -73,6 +74,7 @@ def check_unique_keys(arguments: Sequence[str]) -> None:
     given: dict[str, dict[str, None]] = {}  # the values in their order
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
+        # Flags such as --cfg=job are no keys, and ~key=value removes one.
         if equals and not key.startswith(("-", "~")):
             given.setdefault(key, {})[value] = None
     for key, values in given.items():

@@ -428,6 +428,8 @@ def lower_step(
     The scales of the parameters of `state` are constants of the program; without a
     state a scale is assumed.
     """
+    # With a state, its scales: they are constants of the program, and another scale is
+    # another program.
     like = _abstract_for_training(task, state)
     stacks = task.stacks(like.params)
     model, comm = task.on_mesh(len(batch.tokens_AxBxT1))

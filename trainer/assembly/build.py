@@ -161,6 +161,8 @@ def build_diloco(c: schema.Config) -> DiLoCoSettings | None:
         feedback=bool(d.error_feedback) and d.outer_grad != "fp32",
         fragments=d.fragments,
         participants=d.participants or d.replicas,
+        # After it all fragments are synced, or the replicas would end with different
+        # weights.
         last_step=c.train.steps,
     )
 
@@ -186,6 +188,7 @@ def check_fragments(task: TrainTask) -> None:
     """Raise UserError for more DiLoCo fragments than arrays: some would be empty."""
     if task.diloco is None:
         return
+    # Frozen parameters are equal in all replicas and are not sent.
     arrays = len(jax.tree.leaves(task.select_trained(task.model.training.shapes)))
     if task.diloco.fragments > arrays:
         raise UserError(
@@ -250,6 +253,7 @@ def build_workload(
     is_saved = is_saved or c.resume.source not in ("auto", "none")
     with column_names_hidden() if is_saved else contextlib.nullcontext():
         data = build_data(c, custom_data, batch_parts, may_fetch=not is_saved)
+    # After the data, whose tokenizer may give the vocabulary.
     model = build_model(
         c.model,
         c.precision.policy,
@@ -441,6 +445,7 @@ def check_fp8(
         tokens_per_device(c, task.mesh),
         gpu,
         require=c.precision.require_fp8,
+        # Their weight gradients are not in the program, so fewer matmuls are expected.
         frozen=task.frozen_layers,
         tensor=task.mesh.shape["tensor"],
     )

@@ -125,7 +125,7 @@ def run(
                     # A signal or a divergence ends the run in the middle of a phase.
                     if ending.exit_code or loop.step >= config.train.steps:
                         break
-                    # Handed over in memory: a phase may end between two checkpoints.
+                    # The end of a phase is saved, but nothing is read back.
                     checkpoint = end_of_phase(loop)
             farewell(
                 loop,

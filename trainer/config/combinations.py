@@ -46,6 +46,7 @@ def validate(c: Config) -> None:
     _check_data(c.data)
     # The tokenizer is not loaded yet, so check the spec with a placeholder vocabulary.
     c.model.spec(vocab_size=1)
+    # Each moment's format must suit the optimizer that has it.
     check_moments(c.optimizer.name, c.precision)
     _check_steps(c)
     _check_precision(c)

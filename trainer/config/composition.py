@@ -381,6 +381,7 @@ def long_forms(arguments: Sequence[str]) -> list[str]:
         ):
             argument = f"{key}={NUMBER_OR_BOOL.sub(r"\1'\2'", value)}"
         long.append(argument)
+    # The format first: a later precision.forward= of the user changes it.
     return chosen + long
 
 
@@ -399,6 +400,7 @@ def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     if not wrong_key:
         return text
     # The valid keys depend on the choices of groups.
+    # Only groups: another key could be wrong, too, and would fail here again.
     choices = [
         argument
         for argument in argv

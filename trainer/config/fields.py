@@ -166,6 +166,7 @@ def converted(hint: Any, value: Any, path: str) -> Any:
 def _check_text(value: str, path: str) -> None:
     """Raise UserError for a text that can be neither a path nor written as UTF-8."""
     try:
+        # `fsencode` is how Python gives a name to the system.
         is_valid = b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:  # JSON and YAML can spell such a character
         is_valid = False
