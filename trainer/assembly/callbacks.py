@@ -88,6 +88,8 @@ def build_callbacks(
     if c.sample.max_new_tokens:
         sample = log_first_duration(build_sample(c, w), SAMPLING, log)
         callbacks.append(builtin.samples(c.sample.every, sample))
+    # Scales of weights are constants of the compiled step, so they are checked now and
+    # then, between two steps.
     if c.precision.scaled and c.precision.rescale_every:
         rescale = builtin.rescale(c.precision.rescale_every, w.task, batch)
         callbacks.append(rescale)
@@ -96,6 +98,7 @@ def build_callbacks(
     if numerics_every:
         format_name_for = functools.partial(format_name, w.task.model)
         callbacks.append(builtin.pictures(c.checkpoint.every, format_name_for))
+    # Last, so that it covers the rows and the state of all others.
     callbacks.append(builtin.checkpoint(c.checkpoint.every))
     # Messages and measured pauses name a callback by it.
     for name, times in Counter(callback.name for callback in callbacks).items():
@@ -142,6 +145,8 @@ class Validation:
         train = self._train
         batches = train.final_eval_batches if final else train.eval_batches
         result = self._mean(self._data.val, state, batches, should_stop)
+        # A stop request repeats the validation after the resume, so half of it is
+        # dropped.
         if result is None:
             return None
         result.row["val/tokens"] = tokens_read(self._data.val, batches)
@@ -153,6 +158,7 @@ class Validation:
                 return None
             for key, value in source.row.items():
                 result.row[key.replace("val/", f"val/{name}/")] = value
+        # Without bits per byte of the model xz has nothing to be compared with.
         if final and "val/bits_per_byte" in result.row:
             text = self._validated_text(batches)
             if len(text) >= MIN_XZ_BYTES:

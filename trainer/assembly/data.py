@@ -100,6 +100,8 @@ def build_data(
                 "data.cache_dir=null, but texts of your own are prepared there; give it"
                 " a directory"
             )
+        # Texts of a program become a file, so that they are prepared, hashed and found
+        # again as any text.
         source = text_source(custom, Path(c.data.cache_dir))
     else:
         loaders = custom_loaders(
@@ -211,6 +213,7 @@ def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
     assert data.sources is not None
     assert data.column is not None
     names = source_names(data.sources)
+    # Weights and stages are checked before hours of preparation.
     stages = parse_stages(data.weights or (1.0,) * len(names), data.stages or (), names)
     sources: list[Source] = []
     for path in data.sources:

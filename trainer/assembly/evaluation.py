@@ -129,6 +129,7 @@ def source_text(
         # No more is read than is used: the text may be a directory of terabytes.
         if n_tokens >= max_tokens:
             break
+    # The last token is a target alone, so it begins no window.
     count = min(max_batches, (n_tokens - 1) // (loader.batch_size * context))
     if count < 1:
         raise UserError(
@@ -143,6 +144,7 @@ def source_text(
     windows = stream[starts_NxBx1 + np.arange(context + 1)]
 
     def batch(i: int) -> Batch:
+        # As in training: without a mask documents of a window see each other.
         if not loader.document_mask:
             return Batch(windows[i], None)
         return Batch(windows[i], segments(windows[i], tokenizer.eot))
@@ -247,6 +249,7 @@ def evaluate_tasks(
     `batch`: the number of sequences that are scored at once.
     """
     for name, policy in {AS_TRAINED: w.model.policy, **policies}.items():
+        # The run's own weights as they are stored, not rounded once more.
         task, stored = w.task, state
         if name != AS_TRAINED:
             task, stored = task.in_precision(policy), in_policy(state, policy)

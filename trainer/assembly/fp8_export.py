@@ -182,6 +182,7 @@ def propagated_scales(
     method = model.policy.method
     # so many sequences that FP8 matmuls take their rows
     tokens = jnp.zeros((method.multiple, model.spec.context), jnp.int32)
+    # Jitted as the step is, so that static scales are propagated as in training.
     scales: dict[str, jax.Array] = jax.jit(method.transform(record, model.policy))(
         params, tokens, **arguments
     )

@@ -25,6 +25,7 @@ class Hooks(NamedTuple):
     data: CustomData | None = None
     tracker: Tracker | None = None
     callbacks: Sequence[Callback] = ()
+    # A command's process is the run's; a program's is not.
     owns_process: bool = True
     remote_signal: Callable[[], int] = int  # returns 0: no signal
 

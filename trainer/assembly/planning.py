@@ -61,6 +61,7 @@ def build_plan(
       log: prints a message.
       on_first_plan: see `plan.plan_step`.
     """
+    # Described GPUs: XLA compiles for them without a device.
     mesh = make_target_mesh(
         hardware.target, hardware.gpus, hardware.hosts, *c.parallel.sizes
     )
@@ -77,6 +78,7 @@ def build_plan(
     # Each replica has the GPUs of the plan, and computes the same as one run alone.
     if (diloco := build_diloco(c)) is not None:
         diloco_task = task._replace(diloco=diloco)
+        # `build_task` checked the task without replicas.
         check_fragments(diloco_task)
         sync_bytes = sync_bytes_of(diloco_task)
         for line in describe_syncs(sync_bytes, c.diloco.bandwidth_gbps):

@@ -70,6 +70,8 @@ def restore_run(run_dir: Path, step: str = "newest") -> SavedModel:
     """
     with open_checkpoint(run_dir, step) as saved:
         checkpointer, meta, c = saved.checkpointer, saved.meta, saved.config
+        # The run's copy: the tokenizer that the settings name may have changed, or be
+        # elsewhere.
         tokenizer = tokenizer_of_run(run_dir, meta)
         model = build_model(c.model, c.precision.policy, tokenizer.vocab_size)
         params = restore_weights(checkpointer, model.sampling.shapes, saved.step)
@@ -109,6 +111,7 @@ def restore_training(
         # Before the change of directory, after which a relative path would lead to the
         # run's.
         cache = own_cache()
+        # Saved paths are relative to where the run was started.
         with at_start_directory(c, run_dir) as c:
             c_for_data = without_saved_cache(c, meta["data"], cache)
             w = build_workload(c_for_data, is_saved=True)
@@ -159,6 +162,7 @@ def open_checkpoint(run_dir: Path, step: str | int) -> Iterator[OpenCheckpoint]:
     prepare_jax()
     with checkpoints_of(run_dir) as checkpointer:
         number, meta, _ = checkpointer.manifest(parse_step(checkpointer, step))
+        # Before the configuration is read, which describes neither of them.
         check_not_custom(run_dir, meta)
         c = phase_at(saved_config(meta), number)
         keep_compiled(c)

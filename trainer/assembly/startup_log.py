@@ -36,6 +36,7 @@ def describe_run(
     """Return lines about model, data and precision, and a compiled step's memory."""
     lines = describe(
         w,
+        # A program's model has no preset; the configuration's would be a wrong name.
         model="of your own" if w.model.family is CUSTOM else c.model.name,
         precision=c.precision.name,
         batch_tokens=c.train.batch_tokens,
@@ -150,6 +151,7 @@ def with_schedule_change(
     is_past = bool(keys) and not new_rates.begins_like(old_rates, step)
     change = ScheduleChange(step, keys, old_rates, new_rates, is_past)
     changes = list(checkpoint.meta.get("schedule_changes") or ())
+    # A fork's steps so far are those of another run.
     if change.is_past and not checkpoint.is_fork:
         changes.append(str(change))
     meta = checkpoint.meta | {"schedule_changes": changes}
@@ -195,6 +197,7 @@ def describe_other_machine(
             " in another order, so losses can differ slightly from those of the same"
             " devices"
         )
+    # A validation text shorter than a batch is cut into rows by the number of devices.
     rows, saved_rows = w.data.val.batch_size, checkpoint.meta.get("validation_rows")
     if saved_rows not in (None, rows) and not checkpoint.is_fork:
         lines.append(
@@ -205,6 +208,7 @@ def describe_other_machine(
     saved = checkpoint.meta.get("settings") or {}
     changed = [
         f"{name}={value} (was {saved[name]})"
+        # From the settings of now: what an older version did not save counts as equal.
         for name, value in numeric_settings().items()
         if saved.get(name, value) != value
     ]

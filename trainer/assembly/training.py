@@ -227,6 +227,7 @@ def open_session(
                 functools.partial(build_state, config, workload, weights_lines.append),
             )
     check_same_run(checkpoint, config.train.steps, workload.data.manifest)
+    # A fork is compared with its source's settings where it is restored.
     if checkpoint.step and not checkpoint.is_fork:
         check_trained_with(directory.path, checkpoint.meta["config"], to_tree(config))
         is_over = checkpoint.step >= config.train.steps
@@ -284,6 +285,8 @@ def record_start(
     # In this order: `raise_together` sends UserErrors alone to the other processes, and
     # a full disk is one only after `explain_full_disk`.
     with raise_together(), explain_full_disk(run_dir):
+        # First: config.yaml binds the directory to the configuration, also if the rest
+        # fails.
         directory.write_config(to_tree(config))
         directory.set_results_aside(
             # The step is of a checkpoint in this directory, and a fork's is in another.
@@ -310,6 +313,7 @@ def source_of_tokenizer(config: schema.Config, checkpoint: Restored) -> str | No
     Not the `init_from` of a run that is continued or forked: somebody else may have
     written it, and an export of the run would publish a private directory's files.
     """
+    # The user typed this path; no saved configuration can name it.
     if checkpoint.is_fork:
         return config.resume.source
     return None if checkpoint.meta else config.init_from
@@ -494,6 +498,7 @@ def build_loop(
         train_step=step,
         step=checkpoint.step,
         last_logged_step=checkpoint.step,
+        # Its callbacks run before the next step, and complete this row.
         unfinished=checkpoint.meta.get("unfinished"),
     )
 
@@ -522,6 +527,7 @@ def compile_and_check(
         display.message(line)
     fp8 = check_fp8(config, task, step)
     if fp8 is not None:
+        # Also events, so that the page of the run tells what was compiled in FP8.
         for line in fp8.lines:
             display.message(line)
             session.tracker.event(event_step(checkpoint), line)
