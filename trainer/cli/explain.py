@@ -167,6 +167,7 @@ def few_sequences(
     """Return the sequences of the batch that are taken."""
     from trainer.assembly.build import first_micro_batch
 
+    # Of the training data: a gradient's losses depend on what is trained on.
     tokens, segments = first_micro_batch(config, workload, arguments.batch)
     # Slicing would take fewer in silence.
     if arguments.sequences > len(tokens):

@@ -131,6 +131,7 @@ def check_hardware(args: Arguments) -> int:
     """Return the number of hosts. Raises UserError for numbers that are not valid."""
     # Rounded up: hosts are filled, and the check below refuses a rest.
     hosts = args.hosts or -(-args.gpus // GPUS_PER_HOST)
+    # Uneven hosts would have no mesh with an axis inside of a host.
     if not 1 <= args.gpus <= MAX_GPUS or hosts < 1 or args.gpus % hosts:
         raise UserError(
             f"gpus={args.gpus} hosts={hosts}: expected 1 to {MAX_GPUS} GPUs, a"

@@ -75,6 +75,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     long = long_forms(overrides)
     with explain_hydra_errors(long):
         tree = compose_tree(long, return_hydra_config=True)
+    # Hydra alone knows every choice: the tree has the keys that it set.
     choice_of = dict(tree.hydra.runtime.choices)
     valid = choices_of_groups()
     raw = OmegaConf.to_container(tree, resolve=False)
@@ -88,6 +89,7 @@ def reference(overrides: Sequence[str] = ()) -> list[Group]:
     about = comments(Path(CONFIGS, "config.yaml").read_text(encoding="utf-8"))
     groups = [Group("", "", (), "", tuple(_keys("", values, about)))]
     for name, group in values.items():
+        # Top-level keys, which the first group has.
         if not isinstance(group, Mapping) and name not in valid:
             continue
         choice = choice_of.get(name)

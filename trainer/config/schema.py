@@ -143,6 +143,7 @@ class Precision(Policy):
         )
 
 
+# -1 as in NumPy's reshape: the rest.
 Devices = Annotated[
     int,
     Bound(
@@ -218,6 +219,8 @@ class Launcher:
     """
 
     kind: Literal["ray"] | None
+    # A pair in the form of a list, as Hydra and YAML write it; `combinations` checks
+    # its length.
     workers: tuple[Positive, ...] | None
     worker_gpus: Natural | None
     worker_cpus: Positive | None
