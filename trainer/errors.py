@@ -90,6 +90,8 @@ def run_and_flush(main: Callable[[], int]) -> int:
     except UserError as error:
         complain(error)
         return error.exit_code
+    # After UserError, which is one; all else than full memory is a bug, with its
+    # traceback.
     except Exception as error:
         if not is_out_of_memory(error):
             raise

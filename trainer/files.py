@@ -168,6 +168,7 @@ def check_regular(path: Path) -> None:
       OSError: it is missing, a directory, or a large file that cannot be opened.
     """
     status = path.stat()
+    # The error that `open` would raise, so that callers handle one.
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
@@ -176,6 +177,7 @@ def check_regular(path: Path) -> None:
         return
     with path.open("rb") as file:
         stored = end = 0
+        # Not all parts are asked for: enough stored bytes end the search.
         while stored < status.st_size // MAX_EXPANSION:
             try:
                 start = file.seek(end, os.SEEK_DATA)

@@ -169,6 +169,7 @@ class Model(NamedTuple):
         # The method's own forward pass, so that validation has the run's FP8 casts.
         loss = method.transform(self.loss, self.policy)
         arguments = method.loss_arguments(state.scaling)
+        # The values of a ScaledArray, which a loss may be where scales propagate.
         return asarray(loss(state.params, tokens, segments, None, **arguments))
 
     def differentiate(self) -> LossGradient:

@@ -107,6 +107,7 @@ def code_span(text: str) -> str:
     which nothing is markup: letters, digits and signs of names and paths, the others as
     `?`.
     """
+    # A backquote would end the span, and a line break the paragraph.
     kept = (c if c.isalnum() or c in " ._-+/=@:," else "?" for c in text[:200])
     return f"`{''.join(kept)}`"
 

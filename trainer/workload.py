@@ -253,6 +253,7 @@ class TrainTask(NamedTuple):
         """Return the state of this task's replicas before the first step, from that of
         the task without DiLoCo.
         """
+        # Without replicas the state has no such axis.
         if self.diloco is None:
             return state
         return with_replicas(state, self.outer_optimizer)

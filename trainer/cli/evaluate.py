@@ -104,6 +104,7 @@ def print_losses(args: Arguments, policies: Mapping[str, Policy]) -> None:
 
     run_dir = Path(args.run_dir)
     config, workload, restored = restore_training(run_dir, args.step)
+    # The mesh and the kernels of the run, so that the precision alone differs.
     train_tasks = {
         name: workload.task.in_precision(policy) for name, policy in policies.items()
     }

@@ -341,6 +341,8 @@ def write_files(
         # `save` has written it from the spec, which does not know the original's
         # special tokens.
         write_object(config_file, model_config(origin, read_object(config_file)))
+        # The files themselves, because not every tokenizer can be written from what was
+        # read of it.
         tokenizer_paths = carry_tokenizer(original_files, out)
         limit_lengths(out, model.spec.context)
         drop_code(out)

@@ -326,6 +326,7 @@ def start_stop_actor() -> Any:
     here = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
+    # No CPU of its own: it waits, and must not take a worker's.
     actor_class = ray.remote(num_cpus=0)(StopActor)
     return actor_class.options(scheduling_strategy=here).remote()
 
@@ -412,6 +413,7 @@ def fit(trainer: Trainer, stop_actor: Any) -> int:
     signals: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        # A list, because a handler returns nothing.
         signals.append(number)
         if len(signals) > 1:
             end_at_once(number)

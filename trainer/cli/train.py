@@ -385,6 +385,7 @@ def with_seed(overrides: Sequence[str]) -> list[str]:
     With a seed the same command draws the same values, and resumes the search.
     """
     keys = {key_of(override) for override in overrides}
+    # Another sampler may have no key `seed`.
     is_default = "hydra/sweeper=optuna" in overrides and keys.isdisjoint(
         ("hydra/sweeper/sampler", "hydra.sweeper.sampler.seed")
     )
@@ -399,6 +400,7 @@ def validation_loss(job: HydraJob) -> float | None:
     It is infinite if the job failed, and None without a log.
     """
     if job.exit_code:
+        # Worse than any loss, so that a sampler avoids these values.
         return math.inf
     from trainer.observe.records import read_rows
 
