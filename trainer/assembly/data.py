@@ -235,6 +235,7 @@ def open_mixture(c: schema.Config, row_multiple: int) -> Dataset:
         {name: loader.manifest for name, loader in training.items()}
     )
     replica_sampler = None
+    # Each replica's rows of a batch come from its own source, so shares are not drawn.
     if c.diloco.data == "sources":
         replica_sampler = ReplicaSampler(
             len(names), c.batch_size, c.train.grad_accum_steps

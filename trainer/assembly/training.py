@@ -191,6 +191,7 @@ def leave_after_error(seconds: float) -> Iterator[None]:
     """
     try:
         yield
+    # Also for a Ctrl-C: the others wait for this process whatever ended it.
     except BaseException as error:
         if jax.process_count() > 1:
             leave_within(seconds, error)
@@ -212,6 +213,7 @@ def open_session(
     """
     workload, watchdog = phases.first.workload, config.watchdog
     weights_lines: list[str] = []
+    # The session's own guard does not exist yet.
     with leave_after_error(watchdog.stop_seconds):
         checkpointer = Checkpointer(
             directory.path / "checkpoints",
@@ -237,6 +239,8 @@ def open_session(
     # Before `record_start`, whose facts include the changes of the schedule.
     checkpoint, change = with_schedule_change(config, checkpoint)
     record_start(config, workload, directory, checkpoint, overrides)
+    # The lines describe what is trained next, which may be a later phase than the
+    # first.
     phase = phases.phase_after(checkpoint)
     other_machine = describe_other_machine(config, workload, checkpoint)
     for line in [
@@ -340,6 +344,7 @@ def start_tracker(
             "project": settings.project,
             "entity": settings.entity,
             "group": settings.group,
+            # Otherwise W&B draws a name, which no directory has.
             "name": settings.name or run_dir.name,
             "tags": settings.tags,
         },
@@ -382,6 +387,7 @@ def finish_session(session: Session) -> Iterator[Ending]:
                 session.checkpointer.close()
             raise
         except UserError as error:
+            # A tracker records it before the error is printed.
             ending.exit_code = error.exit_code
             raise
         # A file's error becomes a UserError further out, after the tracker has finished
@@ -531,6 +537,7 @@ def compile_and_check(
         for line in fp8.lines:
             display.message(line)
             session.tracker.event(event_step(checkpoint), line)
+        # A single figure of the run, for tables over runs.
         session.tracker.summary({"fp8_flop_share": fp8.share})
     return step
 

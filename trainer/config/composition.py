@@ -394,6 +394,7 @@ def describe_hydra_error(error: Exception, argv: Sequence[str]) -> str:
     if "override_grammar" in text:
         return _describe_unreadable(text.split(" See https://")[0], argv)
     wrong_choice = re.search(r"Could not find '([^']+)/([^/']+)'", text)
+    # A group of Hydra's, such as hydra/sweeper, keeps Hydra's message.
     if wrong_choice and Path(CONFIGS, wrong_choice[1]).is_dir():
         return describe_wrong_choice(*wrong_choice.groups())
     wrong_key = re.search(r"Could not override '([^']+)'", text)
@@ -414,6 +415,7 @@ def _describe_unreadable(text: str, argv: Sequence[str]) -> str:
     """Return the message for arguments that Hydra's grammar refuses with `text`."""
     for argument in argv:
         listed = without_braces(argument)
+        # A shell without braces, or quotes around them, leaves them to us.
         if key_of(argument) in PATTERN_KEYS and listed != argument:
             return (
                 f"{argument}: braces are not understood in a pattern; list the"

@@ -144,6 +144,7 @@ def in_groups(key: str, groups: Iterable[str]) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
+    # JSON and YAML have lists only.
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     return value
@@ -243,7 +244,9 @@ def check_groups(cls: type, tree: Mapping[str, Any]) -> None:
 def _chosen_variant(variants: Variants, value: Any, path: str) -> Any:
     """Return the mapping as the variant that its key names."""
     name: Any = value.get(variants.key) if isinstance(value, Mapping) else value
+    # An unhashable name, such as a list, would be a TypeError in the lookup.
     if not isinstance(name, str) or name not in variants.classes:
+        # `optimizer=NAME` is a choice; a family is a key of its own.
         key = path if variants.key == "name" else f"{path}.{variants.key}"
         raise UserError(
             f"{key}={as_typed(name)} is not a choice;"

@@ -123,6 +123,7 @@ def _keys(
 def _comments_of(group: str, choice: str | None) -> dict[str, str]:
     """Return the comments of a group's keys, each from the first file that has it."""
     files = [Path(CONFIGS, "base", f"{group}.yaml")]
+    # The base first: it has a comment for each key.
     if choice is not None:
         file = Path(CONFIGS, group, f"{choice}.yaml")
         bases = re.findall(r"/base/(\w+)@", file.read_text(encoding="utf-8"))

@@ -45,6 +45,7 @@ class ModelConfig:
       context: tokens per sequence.
     """
 
+    # Kept in the configuration, so that a run tells which preset it began with.
     name: str
     family: str
     lr: Amount

@@ -80,6 +80,7 @@ def _read(
     choices: dict[str, str] = {}
     tree: dict[str, Any] = {}
     given: set[str] = set()
+    # Top-level keys, and groups without keys of their own (experiment).
     valid = [*groups, *annotations(Config)]
     for key, value in entries.items():
         group = key.partition(".")[0]
@@ -109,6 +110,7 @@ def _read(
             given |= new.keys()
             set_keys(tree, new)
     try:
+        # The command line refuses old names; a file may be a run's old config.yaml.
         tree = renamed_keys(tree)
     except UserError as error:
         raise UserError(f"config={path}: {error}") from None
