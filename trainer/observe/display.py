@@ -33,6 +33,7 @@ class Output(Console):
 
     def __init__(self, **settings: Any) -> None:
         """See `rich.console.Console`."""
+        # `[red]` in a name from data is text, and its numbers are not to be colored.
         super().__init__(markup=False, highlight=False, **settings)
 
     def print(self, *objects: Any, **settings: Any) -> None:
@@ -43,6 +44,8 @@ class Output(Console):
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
+            # Python flushes standard output once more at exit, which would fail on the
+            # same disk and change the exit code.
             self.on_broken_pipe()
             complain(
                 f"cannot write to standard output: {error.strerror}; the run continues"
@@ -75,9 +78,12 @@ class Display:
     ) -> None:
         self.steps = steps
         self.step = 0
+        # Without a terminal Rich folds lines at 80 columns, which cuts figures apart
+        # for `grep`.
         self.console = console or Output(soft_wrap=True)
         self._clock = clock
         self._row: dict[str, Any] = {}
+        # Bounded, because the sparkline is drawn again four times a second.
         self._losses: deque[float] = deque(maxlen=4096)
         self._speeds: deque[dict[str, float]] = deque(maxlen=SPEED_STEPS)
         # By callback: its interval in steps, and the seconds of its last call. The
@@ -85,6 +91,8 @@ class Display:
         self._pauses: dict[str, tuple[int, float | None]] = {}
         self._printed = -math.inf
         self._live: Live | None = None
+        # A dumb terminal cannot move the cursor, so a live line would be printed again
+        # and again.
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(
                 get_renderable=self.render, console=self.console, refresh_per_second=4
@@ -94,6 +102,8 @@ class Display:
     def __enter__(self) -> Self:
         logger = logging.getLogger("trainer")
         self._saved_logger = logger.propagate, logger.level
+        # Else handlers of the root logger, which a program may have set, print each
+        # line again over the live one.
         logger.propagate = False
         logger.setLevel(logging.INFO)
         logger.addHandler(self._handler)
@@ -122,8 +132,10 @@ class Display:
         one every PLAIN_SECONDS are printed.
         """
         self.step = step
+        # Merged: a validation's loss stays on the line until the next one.
         self._row |= row
         self._losses.append(row["train/loss"])
+        # The first row of a process has no speed: its time is that of the compilation.
         if "perf/step_ms" in row:
             self._speeds.append({key: row[key] for key in SPEEDS if key in row})
         now = self._clock()
@@ -168,7 +180,11 @@ class Display:
         step_ms = mean_speed(self._speeds)["perf/step_ms"]
         seconds = (self.steps - self.step) * step_ms / 1e3
         for every, duration in self._pauses.values():
+            # Without an interval a callback is called once, at the end; it has no
+            # duration before that.
             if every and duration is not None:
+                # The difference of two quotients is the number of calls that are left,
+                # also after a resume inside an interval.
                 seconds += (self.steps // every - self.step // every) * duration
         return str(timedelta(seconds=round(seconds)))
 
@@ -195,6 +211,7 @@ class Display:
             ("val", row.get("val/loss"), "{:.4f}"),
             ("lr", row.get("lr"), "{:.2e}"),
             ("norm", row.get("grad_norm"), "{:.3g}"),
+            # Zero skipped steps are not worth the columns.
             ("skipped", row.get("watchdog/skipped") or None, "{}"),
         ]
         return [
@@ -215,6 +232,7 @@ class Display:
             ]
         if len(self._speeds) > 1:
             figures.append(f"(mean of {len(self._speeds)} steps)")
+        # CPUs report no device memory.
         host_peak = self._row.get("memory/host_peak_gib")
         peak = self._row.get("memory/device_peak_gib", host_peak)
         if peak is not None:
@@ -250,6 +268,7 @@ class _DisplayHandler(logging.Handler):
 def short(number: float) -> str:
     """Return a number with three digits and a unit: 999, 1.23k, 45.6M."""
     units = ["", "k", "M", "G", "T"]
+    # Not 1000: 999.7 would be rounded to three digits as 1e+03.
     while abs(number) >= 999.5 and len(units) > 1:
         number /= 1000
         del units[0]
@@ -274,6 +293,7 @@ def sparkline(values: Sequence[float]) -> str:
     for mean in means:
         if mean is None:
             line += "x"
+        # Equal values would divide zero by zero.
         elif span == 0:
             line += SPARKS[0]
         else:

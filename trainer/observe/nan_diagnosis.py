@@ -15,10 +15,13 @@ def make_diagnose(task: TrainTask) -> Callable[[TrainState, Tokens, int], str]:
     gradient = task.model.differentiate().value_and_grad
 
     def diagnose(state: TrainState, batch: Tokens, step: int) -> str:
+        # The host reads the result of each operation, and a process cannot read an
+        # array of which others hold parts.
         if jax.process_count() > 1:
             return (
                 "not diagnosed: several processes; replay the batch in skipped/ on one"
             )
+        # The keys of the step, so that dropout masks are those with which it failed.
         keys_AxB = sequence_keys(jax.random.fold_in(state.key, step), batch)
         for i, keys_B in enumerate(keys_AxB):
             micro_batch: Tokens = jax.tree.map(lambda x, i=i: x[i], batch)

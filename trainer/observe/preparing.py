@@ -18,11 +18,14 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
 
     Data that is prepared already shows nothing.
     """
+    # On standard error, so that standard output has results alone; unfolded, as in
+    # `Display`.
     console = Output(stderr=True, soft_wrap=True)
     if console.is_terminal:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             yield lambda progress: live.update(Text(line(progress)))
         return
+    # A preparation that is over in seconds prints nothing.
     due = time.monotonic() + PLAIN_SECONDS
 
     def show(progress: Progress) -> None:
@@ -37,6 +40,7 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
 def line(progress: Progress) -> str:
     """Format progress: the share if it is known, counts, and rate."""
     share = "" if progress.fraction is None else f"{progress.fraction:.0%}, "
+    # The first report may come within the resolution of the clock.
     rate = progress.new_tokens / max(progress.seconds, 1e-9)
     return (
         f"preparing data, so far: {share}{plural(progress.documents, 'document')},"

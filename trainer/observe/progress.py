@@ -21,11 +21,14 @@ def log_duration(operation: str, say: Callable[[str], None]) -> Iterator[None]:
     lock = threading.Lock()
 
     def begin() -> None:
+        # The lock keeps this message from following that of the end: `cancel` does not
+        # stop a function that has begun.
         with lock:
             if not is_done:
                 say(f"{operation} ...")
 
     timer = threading.Timer(SECONDS, begin)
+    # A thread that is no daemon would hold up the exit of an interrupted process.
     timer.daemon = True
     timer.start()
     try:
@@ -35,6 +38,7 @@ def log_duration(operation: str, say: Callable[[str], None]) -> Iterator[None]:
         with lock:
             is_done = True
         duration = time.monotonic() - start
+        # The same limit as the timer's: who read the first message gets the second.
         if duration >= SECONDS:
             say(f"{operation}: {duration:.0f} s")
 

@@ -25,6 +25,7 @@ def make_sample(
 
     generator = Generator(task.model.sampling.bind, task.model.spec)
     ids = tokenizer.encode(prompt)
+    # Gathered first: the generator is a program of one device.
     gather = on_one_device(task)
 
     def sample(params: Any, before_window: Callable[[], object]) -> str:
@@ -39,4 +40,6 @@ def make_sample(
 def on_one_device(task: TrainTask) -> Callable[[Any], Any]:
     """Return a function that gathers a tree of arrays on the process's first device."""
     gather = jax.jit(lambda arrays: arrays, out_shardings=replicated(task.mesh))
+    # Only this process's copy: an array of several processes cannot be read as a whole
+    # by one.
     return lambda arrays: jax.tree.map(lambda x: x.addressable_data(0), gather(arrays))

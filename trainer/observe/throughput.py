@@ -39,6 +39,7 @@ class Throughput:
         flops_per_token: float,
         peak_flops: float | None,
         devices: int,
+        # Not `time.time`, which jumps when the machine's clock is set.
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tokens_per_step = tokens_per_step
@@ -69,6 +70,8 @@ class Throughput:
         """
         now = self._clock()
         if self._since is not None:
+            # The time of callbacks is taken out; that of waiting for data is not, since
+            # a slow loader slows the training.
             self._steps.append((now - self._since - self._paused, self._waited))
         self._since, self._paused, self._waited = now, 0.0, 0.0
         if not self._steps:
@@ -119,6 +122,7 @@ def memory() -> dict[str, float]:
     one. `memory/host_peak_gib` is the largest resident set. Neither falls, so in a
     sweep a job reports the largest peak of all jobs so far.
     """
+    # `memory_stats` returns None on a CPU.
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     row = {"memory/host_peak_gib": host_peak() / GIB}
@@ -130,6 +134,7 @@ def memory() -> dict[str, float]:
 def host_peak() -> int:
     """Return the largest resident set of this process, in bytes."""
     # Linux lets ru_maxrss begin with the peak of the process that started this one.
+    # There is no /proc on macOS.
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text()
         if peak := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
