@@ -68,12 +68,14 @@ def figures_by_layer(
                 figures[layer, figure] = float(value)
         if figures:
             measured[row["step"]] = figures
+    # Rounded up, so that the cells stay within MAX_CELLS.
     stride = max(1, -(-len(layers) * len(measured) // MAX_CELLS))
     steps = list(measured)[::-stride][::-1]  # the newest is drawn
     shape = len(layers), len(steps)
     values = {figure: np.full(shape, math.nan) for figure in FIGURE_NAMES}
     for column, step in enumerate(steps):
         for (layer, figure), value in measured[step].items():
+            # Figures of blocks have no panel.
             if figure in values:
                 values[figure][layers[layer], column] = value
     return list(layers), steps, values
@@ -113,12 +115,14 @@ def shown_panels(
     left out if they are all zero or all tensors are FP32, and scales if all are 1.
     """
     near = nearness(values["rms"], formats)
+    # Zeros (-inf) and missing figures (NaN) are no reason to show a panel.
     if np.any(near[np.isfinite(near)]):
         panels = {"rms": near}
     else:
         with np.errstate(divide="ignore"):
             panels = {"size": np.log2(values["rms"])}
     candidates = ["exponent"]
+    # In FP32 a share counts true zeros, too, and would look like a loss.
     if set(formats) != {"fp32"}:
         candidates += SHARES
     for name in candidates:
@@ -147,9 +151,13 @@ def draw(
     if "fp32" not in formats:
         missing = [noun for name, noun in SHARES.items() if name not in panels]
         title += "".join(f"; no {noun}" for noun in missing)
+    # Between 16 rows, for the title and the color bar, and a bound: the rows of a file
+    # can name any number of layers.
     height = INCHES_PER_LAYER * min(max(len(layers), 16), 4 * MAX_LABELS)
     height += MARGIN_TOP + MARGIN_BOTTOM
     figure = Figure(figsize=(WIDTH, height), dpi=100)
+    # Not by pyplot, which keeps every figure until it is closed, and picks a backend
+    # with windows where it can.
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=14, y=1 - 0.15 / height, verticalalignment="top")
     # Matplotlib's layout engines draw every label several times, which took most of the
@@ -171,6 +179,8 @@ def draw(
             label_layers(ax, layers)
         else:
             ax.set_yticks([])  # 50 ticks take longer than the rest of the picture
+    # Drawn in memory first: a kill must not leave half a picture beside the complete
+    # ones.
     png = io.BytesIO()
     figure.savefig(png, format="png")
     write_atomically(path, png.getvalue())
@@ -229,14 +239,18 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
         colors = "RdBu_r"
         under = "black"
         norm = Normalize(-NEAR, NEAR)
+        # Matplotlib masks infinities as it does NaN, and these would be grey.
         drawn = np.where(np.isneginf(values), -NEAR - 1, values)
     else:
+        # A comparison with NaN is false. The scale of zeros would spread the colors
+        # over more than a hundred powers of two.
         nonzero = values[values > ZERO_EXPONENT]
         low, high = 0, 0
         if nonzero.size:
             low, high = nonzero.min(), nonzero.max()
         colors = "viridis"
         under = "black"
+        # A range also where all values are equal.
         norm = Normalize(low - 1, high + 1)
         drawn = values
     color_map = colormaps[colors].with_extremes(bad="grey", under=under)
@@ -249,6 +263,7 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
 
 def label_steps(ax: Axes, steps: list[int]) -> None:
     """Label at most six steps along the x-axis."""
+    # A set, because with fewer than six steps some columns are equal.
     columns = sorted({round(i * (len(steps) - 1) / 5) for i in range(6)})
     ax.set_xticks(columns, [str(steps[i]) for i in columns], fontsize=8)
     ax.set_xlabel("step", fontsize=9)
@@ -260,6 +275,7 @@ def label_layers(ax: Axes, layers: list[str]) -> None:
     labels = layers
     if len(layers) > MAX_LABELS:
         blocks = [".".join(name.split(".")[:2]) for name in layers]
+        # The first layer of each block stands for it.
         rows = [i for i in rows if i == 0 or blocks[i] != blocks[i - 1]]
         rows = rows[:: -(-len(rows) // MAX_LABELS)]
         labels = [blocks[i] for i in rows]

@@ -45,6 +45,7 @@ def encode_row(step: int, row: Mapping[str, Any]) -> bytes:
     JSON has no NaN and no infinities, so they become text that `float` reads.
     """
     values = {"step": step} | {k: _finite_or_text(v) for k, v in row.items()}
+    # `allow_nan=False`: a NaN that got past fails here, and not in a reader of the log.
     return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
@@ -106,6 +107,7 @@ def _rows_and_lines(path: Path, data: bytes) -> Iterator[tuple[dict[str, Any], b
                 f"{path}:{number} is not a row of metrics; move the file away, or"
                 " choose another run_dir"
             )
+        # Only such escapes, in either case, are encoded again: most rows have none.
         if b"\\ud" in line.lower():
             encoded = json.dumps(row, ensure_ascii=False).encode(errors="replace")
             row = json.loads(encoded)
@@ -140,6 +142,8 @@ def cut_rows(
         end += len(line)
         if redo_row and step == start and not is_event:
             break
+        # The size counts here in the order of the file, before any sorting: it is a
+        # position in the log.
         is_later = step > start or end > size
         is_duplicate = not is_event and step in logged
         if is_later or is_duplicate:
@@ -150,6 +154,7 @@ def cut_rows(
     # The sort is stable: the events of a step stay before or after its row.
     remaining.sort(key=lambda pair: pair[0])
     new_data = b"".join(line for _, line in remaining)
+    # Cutting needs no room on the disk, and rewrites no log that is in order already.
     if data.startswith(new_data):
         _truncate(path, len(new_data))
     else:
@@ -166,6 +171,7 @@ def is_row(row: Any) -> bool:
     if (
         not isinstance(row, dict)
         or not _is_number(row.get("step"))
+        # 1.0 and 1e3 are floats in JSON, and no step is written so.
         or not isinstance(row["step"], int)
         or row["step"] < 0
     ):
@@ -182,11 +188,13 @@ def is_row(row: Any) -> bool:
 def is_metric(name: str) -> bool:
     """Return whether a row can have a number of this name."""
     if name.startswith("numerics/"):
+        # `without_layers` splits such a name into four parts.
         return name.count("/") == 3
     return name not in ("step", "event")
 
 
 def _is_number(value: Any) -> bool:
+    # A boolean is an int in Python, and would be taken for a number.
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -194,13 +202,20 @@ def _is_number(value: Any) -> bool:
     )
 
 
+# At most 18 digits: Python refuses to read an integer of more than 4,300, and a file
+# can hold anything.
 SAMPLE = re.compile(rb'^step (\d{1,18}) \| (".*")\n((?:  .*\n)*)', re.MULTILINE)
 
 
 def encode_sample(sample: Sample) -> bytes:
     """Return a heading and the text, indented so that no line looks like a heading."""
+    # Not `splitlines`, which also splits at form feeds and other characters: a text
+    # must be read back as it was.
     body = "".join(f"  {line}\n" for line in sample.text.split("\n"))
+    # As JSON, so that a line break in a name stays within the heading.
     name = json.dumps(sample.name, ensure_ascii=False)
+    # Half of a surrogate pair cannot be encoded; a sample with one must not end the
+    # run.
     return f"step {sample.step} | {name}\n{body}".encode(errors="replace")
 
 
@@ -210,6 +225,7 @@ def read_samples(path: Path) -> list[Sample]:
     samples = []
     with well_formed(path, "move the file away"):
         for match in SAMPLE.finditer(data):
+            # Behind the last line break there is an empty part.
             lines = match[3].decode().split("\n")[:-1]
             text = "\n".join(line[2:] for line in lines)
             name = parse_json(match[2]).encode(errors="replace").decode()
@@ -223,11 +239,13 @@ def cut_samples(path: Path, start: int, size: int = sys.maxsize) -> None:
     What is beyond `size` bytes is dropped too, as in `cut_rows`.
     """
     data = read_log(path)
+    # Whole samples alone: a part of a text would be read as one.
     ends = [m.end() for m in SAMPLE.finditer(data) if int(m[1]) <= start]
     _truncate(path, max((end for end in ends if end <= size), default=0))
 
 
 def _truncate(path: Path, size: int) -> None:
+    # A shorter log stays: `truncate` would fill it up with zeros.
     if path.exists() and path.stat().st_size > size:
         with open(path, "r+b", opener=own_copy) as file:
             file.truncate(size)
@@ -246,6 +264,7 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
     figures_by_class: dict[str, dict[str, dict[str, float]]] = {}
     for name, value in row.items():
         if name.startswith("numerics/"):
+            # Four parts: `is_metric` has refused other names.
             _, kind, layer, figure = name.split("/")
             layers = figures_by_class.setdefault(kind, {})
             layers.setdefault(layer, {})[figure] = float(value)
@@ -253,6 +272,8 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
             short_row[name] = value
     for kind, layers in figures_by_class.items():
         tensors = list(layers.values())
+        # The RMS of zeros says nothing of a format, and the exponent of their scale is
+        # the least of all.
         nonzero = [figures for figures in tensors if figures.get("rms") != 0]
         for figure in sorted({*FIGURE_NAMES, *itertools.chain(*tensors)}):
             has_minimum = figure in ("rms", "exponent")
@@ -264,6 +285,7 @@ def without_layers(row: Mapping[str, Any]) -> dict[str, float | int | str]:
             if not values:
                 continue
             name = f"numerics/{kind}/{figure}"
+            # `np.max`, because Python's `max` drops a NaN that is not the first value.
             short_row[f"{name}_max"] = float(np.max(values))
             if has_minimum:
                 short_row[f"{name}_min"] = float(np.min(values))
