@@ -151,6 +151,7 @@ class ProbedModule(nnx.Module):
     @property
     def bias(self) -> Any:
         """The module's bias, for a caller that adds it itself."""
+        # GPT-2's MLP hands the bias of `c_fc` to its GELU.
         return self.module.bias
 
 
@@ -161,6 +162,8 @@ def probed_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Any]]:
         for path, module in nnx.iter_modules(model)
         if getattr(module, "probes", ())
     ]
+    # The inner ones are replaced first: within a `ProbedModule` the path to a layer is
+    # another one.
     return sorted(layers, key=lambda layer: -len(layer[0]))
 
 
@@ -177,6 +180,7 @@ def is_stack(model: Model, name: str) -> bool:
 def make_slots(model: Model) -> SlotsByName:
     """Return zeros for the slot of every probe."""
     functions = model.training
+    # A trace by shapes: the layers are needed, and no weights.
     abstract = nnx.eval_shape(
         lambda params: functions.bind(params, functions.init_histories()),
         functions.shapes,
@@ -185,6 +189,8 @@ def make_slots(model: Model) -> SlotsByName:
     for path, module in probed_layers(abstract):
         name = layer_name(path)
         for side in module.probes:
+            # A probe whose matmul is cast in blocks has more columns; which ones is
+            # known before the slots are filled.
             rows, columns = SLOT_SHAPE
             if any(cast.blocks for cast in next_casts(model, name, side)):
                 columns += len(BLOCK_FIGURES)
@@ -224,6 +230,7 @@ def next_casts(model: Model, name: str, side: str) -> tuple[NextCast, NextCast]:
     return no_cast, NextCast(operand_format(policy, backward), gradient_blocks)
 
 
+# Asked for each side of each layer.
 @functools.cache
 def block_casts(policy: Policy) -> tuple[BlockCast | None, ...]:
     """Return the casts in blocks of a matmul's input, kernel, and output gradient.
@@ -324,13 +331,17 @@ def gradients(
                 params, tokens, segments, keys_B, **method.loss_arguments(state.scaling)
             )
 
+        # The cotangent is the loss scale, so that gradients of activations are measured
+        # at the size at which the run rounds them.
         loss_scale = jnp.asarray(method.loss_scale(state.scaling))
         return jax.vjp(loss, params, slots)[1](loss_scale)
 
+    # As in the sharpness, the first micro-batch stands for the batch.
     micro_batch: Tokens = jax.tree.map(lambda x: x[0], batch)
     grads, filled_slots = method.transform(probed_gradients, model.policy)(
         state.params, make_slots(model), *micro_batch, keys_B
     )
+    # The slots are not unscaled: they are figures, not gradients.
     return method.unscale(grads, state.scaling), filled_slots
 
 
@@ -345,6 +356,8 @@ def leaves_by_name(tree: Any, field: str | None = None) -> dict[str, Any]:
             names = [getattr(key, "name", None) for key in path]
             if field not in names:
                 continue
+            # The path leads through the optimizer's state to the field; behind it is
+            # that of the parameter.
             path = path[names.index(field) + 1 :]
         arrays[jax.tree_util.keystr(path, simple=True, separator=".")] = x
     return arrays
@@ -369,9 +382,11 @@ def stored_gradients(
     """
     model = task.model
     grads, filled_slots = gradients(model, state, batch, step)
+    # Gradients of frozen parameters are dropped, as in the step.
     grads = task.select_trained(grads)
     stored = model.store_gradients(grads)
     dtypes = {name: g.dtype for name, g in leaves_by_name(stored).items()}
+    # A cast to the same dtype loses nothing.
     uncast = {
         name: g for name, g in leaves_by_name(grads).items() if g.dtype != dtypes[name]
     }
@@ -403,6 +418,7 @@ def stored_figures(
 
     if not is_stacked:
         return measure(data, scale, uncast)
+    # A stack has a scale for each layer, or one scale for all.
     scale = jnp.broadcast_to(jnp.reshape(scale, -1), data.shape[:1])
     return jax.vmap(measure, (0, 0, None if uncast is None else 0))(data, scale, uncast)
 
@@ -448,6 +464,7 @@ class StoredTensors:
         """
         measured = {}
         for name, x in tensors.items():
+            # A scale of 1, so that one program serves plain arrays and ScaledArrays.
             data, scale = (x.data, x.scale) if is_scaled_array(x) else (x, 1.0)
             # One after the other: concurrent programs of several devices can deadlock.
             measured[name] = jax.block_until_ready(
@@ -477,6 +494,7 @@ def in_forward_order(
             unstacked |= {f"{blocks}.{i}.{rest}": row for i, row in enumerate(values)}
         else:
             unstacked[name] = values
+    # The input of a block comes before its parts, its output after them.
     parts = (SIDES[0], *model.family.forward_order, SIDES[1])
     ranks = {part: i for i, part in enumerate(parts)}
     yield from sorted(unstacked.items(), key=lambda item: sort_key(item[0], ranks))
@@ -503,6 +521,8 @@ def figure_row(
         for layer, values in in_forward_order(model, measured[kind]):
             # Only some layers have figures of blocks.
             for figure, value in zip(figure_names, values.tolist(), strict=False):
+                # NaN in one of the four figures is a result and stays; among the
+                # figures of blocks it says that there is none.
                 if figure in FIGURE_NAMES or not math.isnan(value):
                     row[f"numerics/{kind}/{layer}/{figure}"] = value
     return row
@@ -523,6 +543,8 @@ def make_numerics(
     model = task.model
     jit = functools.partial(task.jit, out_shardings=replicated(task.mesh))
     get_gradients = jit(functools.partial(stored_gradients, task))
+    # The measured model has no collectives of its own (`parallel.distribute`), so it
+    # gets whole parameters.
     gather = jit(lambda params: params)
     stored = StoredTensors(task)
 
@@ -557,8 +579,11 @@ def make_numerics(
             "mu": stored.figures(mu, nu_of_narrow_mu, {}, count_zeros=False),
             "nu": stored.figures(nu, {}, {}, count_zeros=False),
         }
+        # The sharpness maps the devices itself, and takes the shards.
         row = {} if sharpness is None else sharpness(sharded_state, grads, batch, step)
+        # One transfer for all figures.
         row |= figure_row(model, jax.device_get(measured))
+        # Six digits draw a chart; all 17 would make a row more than twice as long.
         return {name: float(f"{value:.6g}") for name, value in row.items()}
 
     return numerics

@@ -57,6 +57,7 @@ def array_figures(
         ValueError: the dtype has no FloatFormat.
     """
     data, scale = (x.data, x.scale) if is_scaled_array(x) else (jnp.asarray(x), 1.0)
+    # There is no FloatFormat of FP64.
     if data.dtype == jnp.float64:
         data = data.astype(jnp.float32)
     data_format = FloatFormat.of(data.dtype)
@@ -68,9 +69,13 @@ def array_figures(
         lost = zero & ~_is_zero(jnp.asarray(data_of(uncast)).astype(jnp.float32))
     elif fmt is not None:
         lost = ~zero & _is_zero(fmt.quantize(data))
+        # The largest number of the format itself is not clamped. In stored data it may
+        # have been, so `>=` stands above.
         saturated = magnitude > fmt.max
     else:
         lost = (magnitude < data_format.min_normal) & (count_zeros | ~zero)
+    # From the bits, which is exact; scales are positive powers of two, so the mantissa
+    # is zero.
     bits = lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.int32)
     exponent = ((bits >> 23) - 127).astype(jnp.float32)
     underflow = jnp.mean(lost, dtype=jnp.float32)
@@ -92,6 +97,7 @@ def _rms(magnitude: jax.Array) -> jax.Array:
     Their squares may overflow FP32.
     """
     unit = pow2_floor(jnp.max(magnitude, initial=0.0))
+    # The reciprocal of a power of two is exact.
     return jnp.sqrt(jnp.mean(jnp.square(magnitude * (1 / unit)))) * unit
 
 
@@ -99,6 +105,8 @@ SLOT_SHAPE = (2, len(FIGURE_NAMES))  # row 0: the array; row 1: its gradient
 Measure = Callable[[Any], jax.Array]  # of an array or a ScaledArray: FP32 [figures]
 
 
+# `composite` keeps the probe one call under `scalify`, so that its rules below see the
+# data and the scale instead of FP32 values.
 @composite(name="probe")
 def probe(
     x: jax.Array, slot: jax.Array, *, forward: Measure, backward: Measure
@@ -137,6 +145,8 @@ def bwd(
     del forward
     rows = forward_row, backward(gradient)
     length = max(map(len, rows))
+    # Padded with NaN, which `figure_row` leaves out; a zero would look like a
+    # measurement.
     return gradient, jnp.stack(
         [jnp.pad(x, (0, length - len(x)), constant_values=jnp.nan) for x in rows]
     )
@@ -152,10 +162,13 @@ def _storage_form(x: Any) -> Any:
     """
     if not isinstance(x, Value):
         return formats.materialize(x)
+    # One scale for the array: figures are those of a single format and scale.
     x = v.scalar_scale(v.narrow(x))
     return with_scale(x.data, x.scale)
 
 
+# `passes` and `wide`: the array goes on as it was, in FP32 if it is, so that the
+# results of the program do not change.
 @composite_rule("probe", wide=True, passes=(0, 0))
 def _(call: Any, x: Any, slot: Any) -> Any:
     return x
