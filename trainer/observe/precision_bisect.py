@@ -77,6 +77,7 @@ def cast_backward(x: jax.Array, on: jax.Array, fmt: FloatFormat) -> jax.Array:
     return x
 
 
+# The gradient passes as it is: its cast has a switch of its own.
 cast_forward.defvjp(
     lambda x, on, fmt: (cast_forward(x, on, fmt), None), lambda fmt, _, g: (g, None)
 )
@@ -96,6 +97,7 @@ class SwitchedDot:
         assert backward is not None
         self.on_Lx4 = on_Lx4
         self.layer = layer
+        # Simulated casts take any size, the kernels of a GPU only multiples.
         self.multiple = 1 if policy.simulate else policy.method.multiple
         self.forward = FloatFormat.parse(policy.forward)
         self.backward = FloatFormat.parse(backward)
@@ -107,6 +109,8 @@ class SwitchedDot:
         if any(size % self.multiple for size in sizes):
             # The run does not multiply such sizes in FP8 either.
             return wide_gradient_dot(lhs_NxD, rhs_DxF, dims)
+        # The columns are in the order of CASTS; the fourth, of weight gradients, is in
+        # `gradient`.
         on_4 = self.on_Lx4[self.layer]
         lhs_NxD = cast_forward(lhs_NxD, on_4[0], self.forward)
         rhs_DxF = cast_forward(rhs_DxF, on_4[1], self.forward)
@@ -150,6 +154,7 @@ def with_switches(model: Model, on_Lx4: jax.Array) -> Model:
             return wide_gradient_dot
         return narrow_gradient_dot
 
+    # No `attention`: that of FP8 has no switch, and `bisect` says so.
     training = model.family.build(
         model.spec,
         compute_dtype=model.policy.model_dtype,
@@ -177,6 +182,8 @@ def gradient(
     def stored_or_uncast(path: Any, stored: Any, uncast: Any) -> jax.Array:
         role = role_of(model.roles, path)
         if role is None or role.layer is None or not model.is_narrow(role):
+            # Only the gradients of FP8 kernels have a switch: others are stored as the
+            # run stores them.
             return weights.wide(stored)
         return jnp.where(
             on_Lx4[model.narrow.index(role.layer), 3],
@@ -193,8 +200,10 @@ def gradient(
 def unrolled(model: Model, params: Any) -> tuple[Model, Any]:
     """Return the model and its parameters with unrolled layers, without remat."""
     spec = model.spec
+    # A scan has one body for all layers, so it has no casts of a single one.
     if spec.scan_layers:
         params = unstack_layers(params)
+    # Remat changes no bit, and would compute the forward pass twice.
     unrolled_spec = dataclasses.replace(spec, scan_layers=False, remat="none")
     return Model.make(
         unrolled_spec, model.policy, model.rows, loss_boundary_id=model.loss_boundary_id
@@ -227,6 +236,8 @@ def switches(layers: Sequence[str]) -> dict[tuple[str, str], np.ndarray]:
 
 def check_bisectable(model: Model) -> None:
     """Raise UserError as `bisect` says."""
+    # Such casts are not by the tensor's scale, so `cast_forward` would not be that of
+    # the run.
     if model.policy.method.measures_scales:
         valid_methods = [
             name for name, method in METHODS.items() if not method.measures_scales
@@ -268,6 +279,7 @@ def bisect(
         without_low_precision(model.policy),
         loss_boundary_id=model.loss_boundary_id,
     )
+    # The FP32 model has no narrow layers, so no rows.
     no_switches = jnp.zeros((0, len(CASTS)), bool)
 
     def compiled(fn: Callable[..., Any], model: Model, operation: str) -> Any:
@@ -295,6 +307,7 @@ def bisect(
         loss, cosine, error = (float(x) for x in measured)
         return Finding(layer, left_out, loss, loss - float(fp32_loss), cosine, error)
 
+    # Compiled once, and run five times a layer: the switches are an argument.
     compare_switched = compiled(compare, model, "with a switch for every cast")
     findings = [
         make_finding(*name, compare_switched(on_Lx4, params, scaling, fp32_grads))
@@ -308,11 +321,13 @@ def bisect(
         )
         measured = compare_fp32_compute(all_on, params, scaling, fp32_grads)
         findings.append(make_finding(ALL, "compute", measured))
+    # NaN has no order, so it is put last.
     return sorted(findings, key=lambda f: np.inf if np.isnan(f.error) else f.error)
 
 
 def removed_share(finding: Finding, trained: Finding) -> float:
     """Return the share of the gradient's error that leaving out the casts removes."""
+    # A run whose casts change nothing has no error to divide by.
     return 1 - finding.error / trained.error if trained.error else 0.0
 
 
@@ -372,6 +387,8 @@ def advice(findings: Sequence[Finding]) -> str:
         for f in findings
         if f.layer != ALL and f.left_out == ALL
     }
+    # Without a cast the error can grow, where two errors cancel; such layers do not
+    # lower the mean.
     mean = sum(max(share, 0.0) for share in removed.values()) / max(len(removed), 1)
     worst = sorted(
         (layer for layer, share in removed.items() if share > 2 * mean > 0),

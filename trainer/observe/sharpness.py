@@ -112,10 +112,13 @@ def make_losses(
                 state.params, tokens, segments, **method.loss_arguments(state.scaling)
             )
         )
+        # In BF16 a logit above 1 would not move: RADIUS is below half its last place.
         logits_NxV = logits_NxV.astype(jnp.float32)
         targets_N = tokens[:, -1]
         last = cross_entropies(logits_NxV, targets_N)
         worst = cross_entropies(worst_logits(logits_NxV, targets_N, RADIUS), targets_N)
+        # XLA computes the hidden states of both terms once: the last logits cost 0.5 to
+        # 2.5% of the FLOPs of the loss (docs/lab.md).
         return jnp.stack(
             [model.eval_loss(state, tokens, segments), jnp.mean(last), jnp.mean(worst)]
         )
@@ -148,6 +151,8 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
             low = eta
         else:
             high = eta
+        # A search by chords takes three to six passes in place of seven or eight, and
+        # far more code (docs/lab.md).
         if math.isinf(high):
             eta = low * GROWTH
         elif low == 0:
@@ -158,6 +163,7 @@ def critical_rate(loss_change: Callable[[float], float], start: float) -> float:
             break
     if math.isinf(high):
         return low
+    # The middle of the bracket on the logarithmic scale, in which it was halved.
     return math.sqrt(low * high)
 
 
@@ -176,16 +182,20 @@ def make_unit_update(
         grads = task.select_trained(grads)
         params = task.select_trained(state.params)
         norm = jnp.sqrt(jnp.sum(squares_of(weights.wide(grads))))
+        # The new moments are dropped, so it does not matter which random bits round
+        # them.
         updates, _ = task.optimizer(0).update(
             grads,
             unpack(state.opt_state),
             params,
+            # As in the step, a gradient that is not finite updates nothing.
             accept=jnp.isfinite(norm),
             grad_norm=norm,
             largest_of=largest_of,
         )
         updates = jax.tree.map(lambda u: u.astype(jnp.bfloat16), weights.wide(updates))
         specs = param_specs(params, mesh, task.trained_roles)
+        # Without a constraint the compiler may keep whole updates on every device.
         updates = jax.lax.with_sharding_constraint(
             updates, jax.tree.map(functools.partial(NamedSharding, mesh), specs)
         )
@@ -220,9 +230,12 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
             jax.tree.map(lambda u: eta * u.astype(jnp.float32), updates),
             state.kahan_compensation,
             rounding=model.policy.rounding,
+            # The same random bits at every rate, so that losses differ by the rate
+            # alone.
             seed=np.uint32(0),
             step=step,
         )
+        # One micro-batch: the search repeats its forward pass up to MAX_PASSES times.
         micro_batch: Tokens = jax.tree.map(lambda x: x[0], batch)
         return losses(
             dataclasses.replace(state, params=with_subtree(state.params, params)),
@@ -242,12 +255,17 @@ def make_sharpness(task: TrainTask, lr: float) -> Sharpness:
                 get_losses(state, updates, np.float32(eta), batch, np.int32(step))
             ).tolist()
 
+        # By the same program as at all rates: the difference has no error of another
+        # compilation.
         loss, last, worst = losses_at(0.0)
         rate = math.nan
         if math.isfinite(float(norm)):
+            # From `lr`, not from the last result, which would make a row depend on
+            # where the run was resumed.
             rate = critical_rate(lambda eta: losses_at(eta)[0] - loss, lr)
         return {
             "sharpness/logits": 100 * (worst - last) / (1 + last),
+            # A rate of 0 says that every rate raises the loss.
             "sharpness/critical": 2 / rate if rate else math.inf,
         }
 
