@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainer.errors import UserError
 from trainer.observe.records import (
     Sample,
     encode_sample,
@@ -35,6 +36,9 @@ def test_a_text_of_a_log_can_be_written_by_a_tracker(tmp_path):
     )
     rows = [{"step": 5, "event": "a?é"}, {"step": 6, "b?": "NaN"}]
     assert read_rows(log) == rows
+    log.write_bytes(b'{"step": 5, "event": "a\xed\xa0\x80"}\n')
+    with pytest.raises(UserError, match="jsonl:1 is not a row"):
+        read_rows(log)
     file = tmp_path / "samples.txt"
     file.write_text('step 5 | "a\\ud800é"\n  text\n')
     assert read_samples(file) == [Sample(5, "a?é", "text")]
