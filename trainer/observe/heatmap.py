@@ -233,14 +233,14 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
         colors = "YlOrRd"
         under = "white"
         norm = LogNorm(MIN_SHARE, 1)
+        below = MIN_SHARE / 2
         # Zero has no logarithm, so small shares get a value below the color bar.
-        drawn = np.where(values < MIN_SHARE, MIN_SHARE / 2, values)
+        values = np.where(values < MIN_SHARE, below, values)
     elif name == "rms":
         colors = "RdBu_r"
         under = "black"
         norm = Normalize(-NEAR, NEAR)
-        # Matplotlib masks infinities as it does NaN, and these would be grey.
-        drawn = np.where(np.isneginf(values), -NEAR - 1, values)
+        below = -NEAR - 1
     else:
         # A comparison with NaN is false. The scale of zeros would spread the colors
         # over more than a hundred powers of two.
@@ -252,7 +252,9 @@ def panel(ax: Axes, name: str, label: str, values: np.ndarray) -> AxesImage:
         under = "black"
         # A range also where all values are equal.
         norm = Normalize(low - 1, high + 1)
-        drawn = values
+        below = low - 2
+    # Matplotlib masks infinities as it does NaN, so zeros would be grey.
+    drawn = np.where(np.isneginf(values), below, values)
     color_map = colormaps[colors].with_extremes(bad="grey", under=under)
     image = ax.imshow(
         drawn, aspect="auto", interpolation="nearest", cmap=color_map, norm=norm

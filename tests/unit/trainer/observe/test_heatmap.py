@@ -4,10 +4,12 @@ import math
 import tracemalloc
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from trainer.observe import heatmap
-from trainer.observe.heatmap import draw_all, figures_by_layer
+from trainer.observe.heatmap import draw_all, figures_by_layer, panel
 
 LAYERS = ["wte.embedding", "h.0.mlp.c_fc.kernel", "h.1.mlp.c_fc.kernel"]
 
@@ -37,6 +39,15 @@ def test_a_table_has_the_figures_of_each_row_and_nan_where_a_row_lacks_them():
     assert (layers, steps) == (LAYERS, [10, 20])
     expected = [[1.0, 2.0], [1.0, 2.0], [1.0, math.nan]]
     np.testing.assert_array_equal(values["rms"], expected)
+
+
+@pytest.mark.parametrize("name", ["rms", "size"])
+def test_zeros_are_black_and_missing_figures_grey(name):
+    values = np.array([[-math.inf, math.nan, 1.0]])
+    image = panel(Figure().subplots(), name, "", values)
+    black, grey = image.to_rgba(image.get_array())[0, :2, :3]
+    np.testing.assert_array_equal(black, 0)
+    np.testing.assert_allclose(grey, 128 / 255)
 
 
 def test_rows_with_a_layer_of_their_own_each_are_not_a_table_of_all_pairs():
