@@ -75,12 +75,14 @@ def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
     ):
         document = parse_json(text)
         losses = {
+            # JSON has no NaN, so `evaluate` writes null for a loss that is not finite.
             r["precision"]: math.nan if r["loss"] is None else float(r["loss"])
             for r in document["results"]
         }
         evaluation = SavedEvaluation(
             int(document["step"]), int(document["tokens"]), losses
         )
+        # The verdicts relate every other loss to this one.
         if AS_TRAINED not in losses:
             raise ValueError(f"it has no result of the precision {AS_TRAINED!r}")
     return evaluation
@@ -88,8 +90,11 @@ def read_evaluation(run_dir: Path) -> SavedEvaluation | None:
 
 def check_in_order(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> None:
     """Raise UserError if a row of metrics follows one of the same or a later step."""
+    # An event may share its step with a row, or with another event.
     steps = [row["step"] for row in rows if "event" not in row]
     for previous, step in itertools.pairwise(steps):
+        # A row that somebody appended, with a step that is there already and a lower
+        # loss, would make its run the best of a comparison.
         if step <= previous:
             raise UserError(
                 f"{run_dir}/metrics.jsonl: rows are out of order: step {step} follows"
@@ -132,10 +137,14 @@ class RunRecords:
         Raises:
           UserError: no metrics.jsonl, or a damaged file.
         """
+        # A report copies texts and pictures into one file that people publish: a link
+        # would take in a file from elsewhere.
         if run_dir.is_dir():
             check_no_links(run_dir)
         rows = read_rows(run_dir / "metrics.jsonl")
         check_in_order(rows, run_dir)
+        # Also true of an empty log. A run that stopped before its first row may have
+        # events.
         if all("event" in row for row in rows):
             raise UserError(
                 f"{run_dir} has no metrics.jsonl with rows; give the run_dir of a run"
@@ -144,6 +153,7 @@ class RunRecords:
         with well_formed(f"a record in {run_dir}", "repair or remove the file"):
             numerics = []
             for row in rows:
+                # `float`, because NaN is text in metrics.jsonl.
                 layers = {
                     k: float(v) for k, v in row.items() if k.startswith("numerics/")
                 }
@@ -155,6 +165,8 @@ class RunRecords:
             facts = [line.partition(": ") for line in last_start]
             records = cls(
                 name,
+                # A row with numerics has several figures of every layer; charts show
+                # their extremes.
                 [without_layers(row) for row in rows if "event" not in row],
                 [(row["step"], row["event"]) for row in rows if "event" in row],
                 read_text(run_dir / "config.yaml"),
@@ -167,6 +179,8 @@ class RunRecords:
             run_dir / "config.yaml",
             "restore it: the command that trained this run, given again, does",
         ):
+            # An empty text is read as settings without a key, which is no error by
+            # itself.
             if not records.config.strip():
                 raise ValueError("it is missing or empty")
             run_name = records.settings.get("tracker.name") or run_dir.resolve().name
@@ -176,6 +190,7 @@ class RunRecords:
         self, key: str, name: str = "", color: str = COLORS[0], **look: bool
     ) -> Line:
         """Return the values of a key, from the rows that have it."""
+        # NaN stays, to leave a gap in the line.
         points = [(row["step"], float(row[key])) for row in self.rows if key in row]
         steps, values = [x for x, _ in points], [y for _, y in points]
         return Line(name, steps, values, color, **look, axes=self.step_axes)
@@ -195,11 +210,13 @@ class RunRecords:
         steps = [float(row["step"]) for row in self.rows]
         # A row's time is the mean of the steps since the row before.
         taken = [
+            # The first row of a process has no time, which is mostly compilation.
             float(row.get("perf/step_ms", math.nan)) / 3.6e6 * (step - previous)
             for row, step, previous in zip(
                 self.rows, steps, [steps[0], *steps], strict=False
             )
         ]
+        # NaN would spread into all later sums.
         finite_hours = (hours if math.isfinite(hours) else 0.0 for hours in taken)
         return StepAxes(
             steps,
@@ -223,6 +240,7 @@ class RunRecords:
     @property
     def earlier_precisions(self) -> list[str]:
         """Names of the precisions of the phases before that of the last row."""
+        # `settings` has the precision of the last phase.
         first_precision = self._saved_settings.get("precision.name", "?")
         return [
             first_precision
@@ -233,6 +251,7 @@ class RunRecords:
 
     @functools.cached_property
     def _saved_settings(self) -> dict[str, Any]:
+        # Runs of earlier versions have old names of keys.
         tree = parse_mapping(self.config) if self.config else {}
         return dict(flatten(renamed_keys(tree)))
 
@@ -240,7 +259,9 @@ class RunRecords:
     def _phases(self) -> list[dict[str, Any]]:
         """The entries of `train.phases`, up to that of the last row."""
         phases = self._saved_settings.get("train.phases") or []
+        # The rows tell how far the run came; a stopped one has phases that never began.
         last_step = self.rows[-1]["step"] if self.rows else 0
+        # A phase includes its step `until`; the last one may have none.
         ended = [
             phase for phase in phases if phase["until"] and phase["until"] < last_step
         ]
@@ -248,7 +269,10 @@ class RunRecords:
 
     def number(self, fact: str) -> int:
         """Return a fact that is an integer; 0: unknown."""
+        # Facts are written with thousands separators, for people.
         text = self.facts.get(fact, "").replace(",", "")
+        # `int` raises for texts of thousands of digits, and a made-up file may hold
+        # them.
         if text.isdecimal() and len(text) <= MAX_DIGITS:
             return int(text)
         return 0
@@ -256,6 +280,7 @@ class RunRecords:
     @property
     def validation_digest(self) -> str:
         """The digest of the validation text. Raises UserError where it is unknown."""
+        # Names and lengths of texts do not tell them apart: an edit may keep both.
         if VALIDATION_DIGEST not in self.facts:
             raise UserError(
                 f"the run {self.name} does not name its validation text:"
@@ -277,6 +302,8 @@ class RunRecords:
         A validation that left out only an incomplete last batch counts as the whole
         text. For a step without a row, return the tokens of the run's final validation.
         """
+        # Not from the settings: `train.steps` may have grown, so that the former last
+        # validation, of the whole text, lies in the middle.
         read = self.logged_validation_tokens.get(step, self.number(FINAL_VALIDATION))
         available = self.number("validation tokens")
         if read >= COMPLETE_SHARE * available > 0:
@@ -290,6 +317,7 @@ class RunRecords:
         They are those that read the least: the ones during the training, and a final
         one that reads no more.
         """
+        # A final validation may read more text, which may be harder or easier.
         points = self.points("val/loss")
         tokens = [self.validated_tokens(step) for step, _ in points]
         return [
@@ -311,6 +339,7 @@ class RunRecords:
         """Patterns of the linear layers whose operands are cast to FP8; empty:
         unknown.
         """
+        # The fact may be `none`, which matches no layer.
         return self.facts.get("FP8 layers", "").split()
 
     @property
@@ -322,8 +351,11 @@ class RunRecords:
         latest: dict[str, Any] = {}
         for row in self.rows:
             latest |= {k: v for k, v in row.items() if k.startswith("data/")}
+        # Tokens over the sum of all sources would be wrong by far: a small source may
+        # be read 36 times beside a large one that is read in part.
         if latest:
             return math.fsum(
+                # `data/NAME/share`: its last six characters are the suffix.
                 float(share) * float(latest.get(f"{key[:-6]}/epochs", 0))
                 for key, share in latest.items()
                 if key.endswith("/share")
@@ -342,6 +374,7 @@ class RunRecords:
 
     def median(self, key: str) -> str:
         """Return the median, to three digits and a unit; `-`: none."""
+        # A median, because saves and other programs slow single steps.
         values = self.values(key)
         if values:
             return short(statistics.median(values))
@@ -349,6 +382,8 @@ class RunRecords:
 
     def smooth(self, key: str, name: str, color: str = COLORS[0]) -> list[Line]:
         """Return the values of a key, faint, and their median over 2% of the run."""
+        # The raw values stay visible: a median hides the spikes, which show
+        # instability.
         raw = self.line(key, name, color, faint=True)
         return [
             raw,
@@ -366,6 +401,7 @@ class RunRecords:
 
 def color_of(event: str) -> str:
     """Return the color of an event, by its kind."""
+    # Events are sentences with values inside, so a phrase is the only key.
     return next(
         (color for word, color in EVENT_COLORS.items() if word in event), OTHER_EVENT
     )
@@ -373,6 +409,8 @@ def color_of(event: str) -> str:
 
 def read_text(path: Path) -> str:
     """Return the text of a file, or an empty one where there is no file."""
+    # evaluation.json exists only after `evaluate`; users may have removed the others.
     if path.is_file():
+        # A byte that is not UTF-8 in a text must not cost the whole report.
         return read_file(path).decode(errors="replace")
     return ""
