@@ -25,6 +25,7 @@ MAX_GENERALIZATION_GAP = 0.05  # share by which the training loss is below valid
 MIN_SPEED = 0.8  # share of the median throughput
 STEPS_OF_SAVE = 5  # a background save slows about this number of steps
 MAX_DATA_WAIT = 0.1  # share of a step
+# A slow machine is no fault of the run.
 LOAD_NOTE = (
     " Other load on the machine may be the cause; it is not recorded, so this is not"
     " rated."
@@ -53,6 +54,8 @@ NO_NUMERICS = (
 )
 # Limits of the grades FAIR and BAD: the share of a tensor's values that saturated, and
 # the RMS of the values that were rounded to zero, as a share of the tensor's RMS.
+# A share of values that underflow says little: a fifth of GELU's outputs round to zero
+# in E4M3, and are 0.03% of their tensor's RMS.
 SATURATION_LIMITS = (0.01, 0.1)
 UNDERFLOW_LIMITS = (0.01, 0.1)
 # A training loss is a jump if it exceeds the median of the JUMP_WINDOW losses before it
@@ -79,16 +82,19 @@ def learning(run: RunRecords) -> Verdict:
     validation = run.points("val/loss")
     all_losses = run.line("train/loss").ys
     losses = list(filter(math.isfinite, all_losses))
+    # Single NaNs may be steps that the watchdog skipped.
     last_tenth = all_losses[-max(1, len(all_losses) // 10) :]
     if sum(map(math.isfinite, last_tenth)) <= len(last_tenth) / 2:
         return Verdict(
             BAD,
             f"Most of the last {len(last_tenth):,} training losses are not finite.",
         )
+    # `points` leaves NaN out, so an earlier, finite loss would stand for the last one.
     if not all(map(math.isfinite, run.line("val/loss").ys[-1:])):
         return Verdict(BAD, "The last validation loss is not finite.")
     if len(losses) < 2:
         return Verdict(FAIR, "Too few steps to tell.")
+    # Losses of single steps vary too much to be compared.
     tenth = max(1, len(losses) // 10)
     # A run that starts from trained weights has no high first loss to fall from.
     first_losses = losses[:tenth] if run.started_from else losses[:1]
@@ -105,6 +111,8 @@ def learning(run: RunRecords) -> Verdict:
     text = f"On unseen text the loss is {val_loss:.3f} nats a token"
     text += f"{_bits_per_byte(run)}."
     evaluation = _in_other_precisions(run, val_step)
+    # Trained weights may know their training text better than any unseen text, so their
+    # first loss is no bound for the validation.
     if grade == BAD or (val_loss >= first and not run.started_from):
         return Verdict(
             BAD,
@@ -112,12 +120,16 @@ def learning(run: RunRecords) -> Verdict:
         )
     if grade == FAIR:
         return Verdict(FAIR, f"{text}\n{training}.{reason}{evaluation}")
+    # Before the trend: a course of losses that mean nothing must not be praised.
     if doubt := _near_guessing(run, val_loss) or _too_few_tokens(run, val_step):
         return Verdict(FAIR, f"{text} {doubt}\n{training}.{evaluation}")
     if rise := _rise_of_validation(run, val_step):
+        # Only a training loss below the best validation loss points at memorizing; both
+        # rise where training is unstable.
         best = min(loss for _, loss in run.comparable_validations)
         overfitting = " It memorizes its training text." if last < best else ""
         return Verdict(FAIR, f"{text} {rise}.\n{training}.{overfitting}{evaluation}")
+    # A fork's first row is not step 1.
     trend = _trend(run.comparable_validations, run.rows[0]["step"] - 1)
     gap = _generalization_gap(run, val_loss, last)
     return Verdict(GOOD, f"{text}{trend}\n{training}{gap}.{evaluation}")
@@ -129,10 +141,13 @@ def _rise_of_validation(run: RunRecords, last_step: int) -> str:
     Empty: it was not. `last_step`: the step of the last validation, which may have read
     another text than those before.
     """
+    # The final validation often reads more text than those before; text that is harder
+    # would look like a rise.
     best_step, best = min(run.comparable_validations, key=lambda pair: pair[1])
     newest_step, newest = run.comparable_validations[-1]
     if newest <= best * (1 + MAX_LOSS_RISE):
         return ""
+    # Else the loss above this sentence is of more text, and not the one that rose.
     if newest_step == last_step:
         return f"It was better, {best:.3f}, after step {best_step:,}"
     return (
@@ -151,7 +166,9 @@ def _training_grade(
     single steps vary.
     """
     first, last = statistics.fmean(first_losses), statistics.fmean(last_losses)
+    # Fine-tuning may start near its best loss, so a fall of 2% cannot be asked for.
     if run.started_from:
+        # Both means are uncertain, and independently so.
         error = math.hypot(
             *(
                 statistics.stdev(losses) / math.sqrt(len(losses))
@@ -160,12 +177,14 @@ def _training_grade(
             )
         )
         has_risen = last > first * (1 + MAX_LOSS_RISE) and last - first > 2 * error
+        # One loss has no standard error to compare the rise with.
         if has_risen and len(first_losses) > 1:
             rise = f"{last / first - 1:.1%}"
             return FAIR, f" That is worse than at its start, by {rise}."
         return GOOD, ""
     if last >= first:
         return BAD, ""
+    # A model that predicts only how frequent tokens are falls further than this.
     if last > first * (1 - MIN_LOSS_DROP):
         drop = f"{MIN_LOSS_DROP:.0%}"
         return FAIR, f" That is a fall of less than {drop}: {BARELY_LEARNS}."
@@ -190,11 +209,14 @@ def _near_guessing(run: RunRecords, val_loss: float) -> str:
     """Return a sentence if the validation loss is hardly below that of guessing."""
     ids = run.number("vocabulary")
     bits = run.values("val/bits_per_byte")[-1:]
+    # Zero ids are unknown, and log(0) raises; the loss of one id is 0 in any case.
     if ids > 1 and val_loss > (1 - MIN_LOSS_DROP) * math.log(ids):
         return (
             f"Blind guessing among {ids:,} tokens comes to {math.log(ids):.3f}:"
             f" {BARELY_LEARNS}."
         )
+    # Where a vocabulary does not fit the text, a token holds about a byte. A loss below
+    # that of guessing may then still exceed raw text.
     if bits and bits[0] > (1 - MIN_LOSS_DROP) * RAW_BITS:
         return f"Uncompressed text takes {RAW_BITS} bits per byte: {BARELY_LEARNS}."
     return ""
@@ -207,6 +229,7 @@ def _too_few_tokens(run: RunRecords, step: int) -> str:
     over n tokens has a relative error of about 2 / sqrt(n), two standard errors.
     """
     tokens = run.number("validation tokens")
+    # Runs of earlier versions may not tell what a validation read.
     tokens = min(tokens, run.validated_tokens(step) or tokens)
     if tokens == 0 or 2 / math.sqrt(tokens) <= MAX_ERROR:
         return ""
@@ -225,6 +248,8 @@ def _bits_per_byte(run: RunRecords) -> str:
     if not bits:
         return ""
     compressor = ""
+    # xz starts from nothing, so a trained model should need less. It gives people who
+    # do not know nats a scale.
     if xz_bits:
         compressor = (
             " and the compressor xz, which has not read the training text, needs"
@@ -245,6 +270,7 @@ def _trend(validation: list[tuple[int, float]], start: int) -> str:
     third_quarter = [
         (step, loss)
         for step, loss in validation
+        # The change is thus over at least a quarter of the run.
         if start + steps / 2 <= step <= start + 0.75 * steps
     ]
     if not third_quarter:
@@ -263,6 +289,7 @@ def _trend(validation: list[tuple[int, float]], start: int) -> str:
 def _generalization_gap(run: RunRecords, val_loss: float, training_loss: float) -> str:
     """Return the gap between training and validation loss, and a possible reason."""
     share = 1 - training_loss / val_loss
+    # The two losses are of different texts, so a small gap means nothing.
     if share < MAX_GENERALIZATION_GAP:
         return ""
     text = f", {share:.0%} below the loss on unseen text"
@@ -276,6 +303,8 @@ def _generalization_gap(run: RunRecords, val_loss: float, training_loss: float) 
 
 def _in_other_precisions(run: RunRecords, step: int) -> str:
     """Return a line about the losses of a step's weights in other precisions."""
+    # Training went on after an evaluation of earlier weights: its losses are no longer
+    # the run's.
     if run.evaluation is None or run.evaluation.step != step:
         return ""
     as_trained = run.evaluation.losses[AS_TRAINED]
@@ -298,6 +327,7 @@ def healthy(run: RunRecords) -> Verdict:
     skipped = int(last.get("watchdog/skipped", 0))
     texts = [text for _, text in run.events]
     stopped = [text for text in texts if text.startswith("stopped")]
+    # The watchdog's reason stands alone: counts of what led to it add nothing.
     if stopped:
         reason = stopped[-1].removeprefix("stopped: ")
         return Verdict(BAD, f"The watchdog stopped it: {reason}.")
@@ -309,6 +339,7 @@ def healthy(run: RunRecords) -> Verdict:
     for start, name in EVENT_NAMES.items():
         counts[name] = sum(text.startswith(start) for text in texts)
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    # The watchdog's spikes are in the counts already.
     jump = "" if counts["spiking"] else _jumps(run)
     fp8_grade, numerics = _fp8_grade(run)
     if listed:
@@ -323,6 +354,8 @@ def healthy(run: RunRecords) -> Verdict:
     if jump:
         grade = BAD if fp8_grade == BAD else FAIR
         return Verdict(grade, f"{no_event} {jump}{numerics}")
+    # A run can look healthy while layers lose their gradients; only the numerics show
+    # that.
     if not run.numerics and is_low_precision(run.settings):
         return Verdict(UNRATED, f"{no_event} {NO_NUMERICS}")
     return Verdict(fp8_grade, f"{no_event}{numerics}")
@@ -335,6 +368,7 @@ def _jumps(run: RunRecords) -> str:
     """
     points = run.points("train/loss")
     losses = [loss for _, loss in points]
+    # The first two losses have too few before them.
     medians = [
         statistics.median(losses[max(0, i - JUMP_WINDOW) : i])
         for i in range(2, len(losses))
@@ -345,10 +379,13 @@ def _jumps(run: RunRecords) -> str:
     # The median absolute deviation, scaled to the sigma of a normal distribution.
     sigma = 1.4826 * statistics.median(map(abs, rises))
     is_jump = [
+        # Small models are noisy: deviations scale the bound. Smooth runs have tiny
+        # ones, so that any ripple would count without JUMP.
         rise > max(JUMP * median, JUMP_SIGMAS * sigma)
         for rise, median in zip(rises, medians, strict=True)
     ]
     count = sum(
+        # A jump that takes several steps to come back is one event.
         jumps and not jumped_before
         for jumps, jumped_before in zip(is_jump, [False, *is_jump], strict=False)
     )
@@ -369,6 +406,7 @@ def is_low_precision(settings: Mapping[str, Any]) -> bool:
 
     `settings`: by dotted keys.
     """
+    # Settings of earlier versions may lack keys: these are null here.
     formats = (settings.get(f"precision.{key}") for key in PRECISION_KEYS)
     return any(name not in (None, "fp32") for name in formats)
 
@@ -416,14 +454,17 @@ def quantization_errors(
     for key, share in numerics.items():
         _, kind, name, key_statistic = key.split("/")
         cast = _fp8_cast(kind, name, settings, fp8_layers)
+        # `not share > 0` leaves NaN out, too, which `max` cannot order.
         if key_statistic != statistic or cast is None or not share > 0:
             continue
         tensor, fp8 = cast
         rms = numerics.get(f"numerics/{kind}/{name}/rms", math.nan)
         severity = share
+        # A missing RMS, or zero, gives no bound: the share stands for it.
         if is_underflow and rms > 0:
             severity = min(1.0, math.sqrt(share) * fp8.min_subnormal / 2 / rms)
         error = QuantizationError(severity, share, tensor)
+        # Tuples compare by severity first.
         worst[kind] = max(worst.get(kind, error), error)
     return worst
 
@@ -438,9 +479,13 @@ def _fp8_cast(
     key, suffix, description = FP8_TENSORS.get(kind, ("", "", ""))
     format_name = settings.get(f"precision.{key}")
     forward = settings.get("precision.forward")
+    # FP16 weight gradients without FP8 matmuls are recorded, too, but nothing is cast
+    # to FP8.
     if format_name is None or forward is None or not name.endswith(suffix):
         return None
     layer = name.removesuffix(suffix)
+    # Sizing what is not cast with FP8's format has led to an underflow of 440% of the
+    # RMS.
     if not any(fnmatchcase(layer, path) for path in fp8_layers):
         return None
     fine = settings.get("precision.backward_e4m3") or ()
@@ -453,6 +498,8 @@ def _fp8_grade(run: RunRecords) -> tuple[str, str]:
     """Return the grade of the last measured saturation and underflow, and lines."""
     grades = [GOOD]
     text = ""
+    # The last measurement, because scales adapt: what was lost in the first steps is
+    # over.
     numerics = run.numerics[-1][1] if run.numerics else {}
     for statistic, (fair, bad), verb in (
         ("saturated", SATURATION_LIMITS, "Saturated"),
@@ -485,6 +532,7 @@ def fast(run: RunRecords) -> Verdict:
     if not speeds:
         return Verdict(FAIR, "No throughput was recorded.")
     median = statistics.median(speeds)
+    # The last tenth alone: a slow start is no trend.
     final_speed = statistics.median(speeds[-max(1, len(speeds) // 10) :])
     step_ms = statistics.median(run.line("perf/step_ms").ys)
     data_wait = statistics.median(run.line("perf/data_ms").ys) / step_ms
@@ -498,6 +546,7 @@ def fast(run: RunRecords) -> Verdict:
     )
     duration = timedelta(seconds=round(3600 * run.step_axes.hours[-1]))
     text += f"\nIts steps took {duration} (h:mm:ss)."
+    # First, as it explains a low speed.
     if data_wait > MAX_DATA_WAIT:
         return Verdict(FAIR, f"{text}\nWaiting for data slows it down.")
     if final_speed < MIN_SPEED * median:
@@ -506,12 +555,14 @@ def fast(run: RunRecords) -> Verdict:
             f"{text}\nIt slowed down: {short(final_speed)} tokens/s at the end."
             f"{LOAD_NOTE}",
         )
+    # A tenth of the steps: saves slow a few, and are told below.
     if (slow := sorted(speeds)[len(speeds) // 10]) < MIN_SPEED * median:
         unsteady = (
             f"It is unsteady: the slowest tenth of its steps ran at {short(slow)}"
             " tokens/s or less."
         )
         return Verdict(UNRATED, f"{text}\n{unsteady}{LOAD_NOTE}")
+    # After steadiness: MFU of a machine under other load would blame the model's size.
     if mfus and statistics.median(mfus) < MIN_MFU:
         return Verdict(
             FAIR,
@@ -531,10 +582,12 @@ def _slow_steps(run: RunRecords, limit: float) -> str:
     ]
     if not slow:
         return ""
+    # 0: a checkpoint at the end alone, which slows no step.
     every = run.settings.get("checkpoint.every")
     during_save = 0
     if every:
         for step in slow:
+            # Step `every` itself is still before its save, so `step - 1` is divided.
             since_save = step - every * ((step - 1) // every)
             during_save += step > every and 0 < since_save <= STEPS_OF_SAVE
     saves = ""
