@@ -27,8 +27,10 @@ from trainer.report.run_records import FORKED, SCHEDULE_CHANGED, RunRecords
 from trainer.run.rundir import MAY_CHANGE
 
 RANKED = "ranked"
+# These texts stand in a column of the table, and in front of a run's directory.
 OTHER_TEXT = "other validation text, not ranked"
 NO_FINAL_LOSS = "no final validation loss, not ranked"
+# Settings and metrics outnumber few runs, so that their names fit better into rows.
 MAX_RUN_COLUMNS = 2  # with more runs, the table has a row for each run
 TEXT_WIDTH = 120  # characters of a line; further columns follow below
 CELL_WIDTH = 40  # longer cells are cut in the text, not in the page
@@ -87,23 +89,29 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
       UserError: a directory without a log, or given twice, or a page that cannot be
           written.
     """
+    # Raises for a directory that is given twice before any log is read.
     run_dirs = dict(zip(short_names(paths), paths, strict=True))
     read = [RunRecords.read(path, name) for name, path in run_dirs.items()]
+    # A log may be damaged where only a comparison looks, as in the value of a key.
     with well_formed(
         "the records of the runs", "repair their files, or leave a run out"
     ):
         entries = ranked_entries(read)
         runs = [entry.records for entry in entries]
+        # They stand first in `entries`, as `differing_among_first` needs them.
         counted = [entry for entry in entries if entry.is_counted]
         unranked = {e.records.name: e.ranking for e in entries if e.ranking != RANKED}
+        # Of all runs: the table has a row for those that are not ranked, too.
         user_settings = overridden(runs)
         other_settings = implied_settings(runs, user_settings)
         table = comparison_table(entries, user_settings, other_settings)
         user_differing = differing_among_first(user_settings, len(counted))
         differing = differing_among_first(user_settings | other_settings, len(counted))
         means = seed_means(counted, differing)
+        # With one run for each setting, the means would repeat the table of runs.
         has_seeds = SEED in differing and any(mean.run_count > 1 for mean in means)
         mean_rows = mean_table(means) if has_seeds else []
+        # Settings that follow from those of the user would only lengthen the line.
         verdicts = best_run(counted, user_differing or differing, run_dirs)
         verdicts += [f"{why}: {run_dirs[name]}" for name, why in unranked.items()]
         hints = uneven_validations(counted)
@@ -118,12 +126,16 @@ def write_comparison(paths: Sequence[Path], out: Path | None) -> list[str]:
         charts = [
             sweep_chart(counted, key, values, groups)
             for key, values in user_differing.items()
+            # A loss over seeds shows noise; the table of means has its size.
             if key != SEED and (groups := differing_alone(key, differing))
         ]
         page = comparison_page(
             runs, table, charts, [*verdicts, *hints], mean_rows, unranked
         )
+        # The first one alone: Bokeh's inlined code may contain the tag, too.
         page = page.replace("<head>", f"<head>{runs_tag(paths)}", 1)
+        # Asked before it is written. A page that the user names is replaced, but not
+        # silently.
         replaces_other = out.is_file() and not compares(out, paths)
     write_text(out, page)
     return [*lines, f"{out}{' (replaced an existing file)' * replaces_other}"]
@@ -138,9 +150,12 @@ def implied_settings(
     """
     settings: dict[str, Sequence[str]] = {
         key: values
+        # A group that users set has a column already, which names its choice.
         for key, values in differing_settings(runs).items()
         if not in_groups(key, user_settings)
     }
+    # config.yaml has the last schedule alone, so two runs can have the same one and
+    # other learning rates on the way.
     changes = [run.facts.get(SCHEDULE_CHANGED, "-") for run in runs]
     if len(set(changes)) > 1:
         settings[SCHEDULE_CHANGED] = changes
@@ -152,6 +167,7 @@ def comparison_table(
 ) -> list[list[str]]:
     """Return the rows of the table of runs, the first of which is its head."""
     runs = [entry.records for entry in entries]
+    # What users set comes first: the text wraps columns, and the first block is read.
     columns = {**user_settings, **final_metrics(runs), **other_settings}
     if any(entry.ranking != RANKED for entry in entries):
         rankings = [entry.ranking for entry in entries]
@@ -170,6 +186,7 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
     a finished run was validated on, if there is any; then the one shared by the most
     runs; then the longest.
     """
+    # The same weights have other losses on other text, so the easier text would win.
     texts = [last_validated(run) for run in runs]
     ranked_text = max(
         texts,
@@ -179,6 +196,7 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
     for run in runs:
         ranking = ranking_of(run, ranked_text)
         losses = [math.inf]
+        # `values` leaves NaN out, but a run whose last loss is NaN is not ranked.
         if ranking == RANKED:
             losses += run.values("val/loss")
         entries.append(Entry(run, ranking, losses[-1]))
@@ -190,6 +208,8 @@ def ranked_entries(runs: Sequence[RunRecords]) -> list[Entry]:
 def last_validated(run: RunRecords) -> ValidatedText:
     """Return the text of the last validation of a run, or else of its final one."""
     points = run.points("val/loss")
+    # A run without a finite loss still says what it would have been validated on, so
+    # that all diverged runs can be compared.
     if points:
         return validated(run, points[-1][0])
     return final_validated(run)
@@ -202,9 +222,14 @@ def final_validated(run: RunRecords) -> ValidatedText:
 
 def validated(run: RunRecords, step: int) -> ValidatedText:
     """Return the text of the validation after a step."""
+    # A digest, because a text that is edited may keep its path and length, and a copy
+    # has another path.
     source = [run.validation_digest, *validation_shares(run)]
+    # These losses leave the hardest tokens out, so the same weights would win.
     if run.settings.get("data.boundary_loss") is False:
         source.append("without the first token of each document")
+    # Stopped runs are comparable only after the same step: a longer one has the lower
+    # loss anyway.
     early_step = step if step < steps_of(run) else None
     return ValidatedText(tuple(source), run.validated_tokens(step), early_step)
 
@@ -230,12 +255,16 @@ def validation_shares(run: RunRecords) -> list[str]:
 
     They are those that the run ends with. Empty: the text is no mixture.
     """
+    # The digest is that of the sources' texts, and says nothing about their shares.
     if run.settings.get("data.source") != "mix":
         return []
     stages, weights = (run.settings.get(f"data.{key}") for key in ("stages", "weights"))
     last = (
+        # A stage is its first step and the weights. Without weights the sources have
+        # equal ones.
         stages[-1][1:] if stages else weights or [1] * len(run.settings["data.sources"])
     )
+    # Shares, so that weights of 1, 1 and 2, 2 are the same.
     return [f"{weight / math.fsum(last):.6f}" for weight in last]
 
 
@@ -243,9 +272,12 @@ def ranking_of(run: RunRecords, ranked: ValidatedText) -> str:
     """Return RANKED for a run that was last validated on this text, else the reason."""
     text = last_validated(run)
     losses = run.line("val/loss").ys
+    # An earlier, finite loss does not stand for a run that diverged.
     has_diverged = bool(losses) and not math.isfinite(losses[-1])
     if text == ranked and not has_diverged:
         return RANKED
+    # Had it come to its end, it would be ranked: it counts in the means of its
+    # settings.
     if final_validated(run) == ranked:
         return NO_FINAL_LOSS
     if text.source != ranked.source:
@@ -257,6 +289,8 @@ def ranking_of(run: RunRecords, ranked: ValidatedText) -> str:
 
 def runs_tag(paths: Sequence[Path]) -> str:
     """Return a meta tag that identifies the runs of a page."""
+    # Sorted and resolved: the same runs in another order, or by another path, are the
+    # same comparison. fsencode takes names that are not UTF-8.
     digest = hashlib.blake2b(
         b"\n".join(sorted(os.fsencode(path.resolve()) for path in paths)),
         digest_size=16,
@@ -266,11 +300,13 @@ def runs_tag(paths: Sequence[Path]) -> str:
 
 def compares(page: Path, paths: Sequence[Path]) -> bool:
     """Return whether a page is a comparison of these runs."""
+    # The tag is looked for as bytes, since a file of this name may be anything.
     return page.is_file() and runs_tag(paths).encode() in read_file(page)
 
 
 def free_page(page: Path, paths: Sequence[Path]) -> Path:
     """Return the first path of `page`, `page-2`, ... without another comparison."""
+    # Somebody's other comparison of runs in this directory must not be lost.
     for n in itertools.count(1):
         path = page if n == 1 else page.with_name(f"{page.stem}-{n}{page.suffix}")
         if not path.exists() or compares(path, paths):
@@ -284,6 +320,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     Columns beyond `TEXT_WIDTH` follow below, after a copy of the first one, and long
     cells are cut.
     """
+    # One long path in a cell would push all columns behind it out of view.
     cut = [
         [x if len(x) <= CELL_WIDTH else f"{x[: CELL_WIDTH - 3]}..." for x in row]
         for row in rows
@@ -295,6 +332,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     blocks = [[0]]
     width = widths[0]
     for i in range(1, len(columns)):
+        # A block has at least one column beside the first, however wide that is.
         if len(blocks[-1]) > 1 and width + 2 + widths[i] > TEXT_WIDTH:
             blocks.append([0])
             width = widths[0]
@@ -303,6 +341,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     lines = []
     for block in blocks:
         for row in cut:
+            # Spaces at a line's end would wrap in a narrow terminal.
             cells = [row[i].ljust(widths[i]) for i in block]
             lines.append("  ".join(cells).rstrip())
     return lines
@@ -315,6 +354,7 @@ def best_run(
 
     Return nothing if it has no validation loss, or if it is the only run.
     """
+    # The first loss is infinite only if no run has a loss that counts.
     if len(entries) < 2 or not math.isfinite(entries[0].loss):
         return []
     name, loss = entries[0].records.name, entries[0].loss
@@ -326,6 +366,8 @@ def uneven_validations(entries: Sequence[Entry]) -> list[str]:
     """Return a line if the validations of the runs read different amounts of text."""
     counts = []
     for entry in entries:
+        # Runs with other batches leave out other amounts at the end, up to 1%, and are
+        # still ranked.
         tokens = entry.records.logged_validation_tokens
         if tokens:
             counts.append(list(tokens.values())[-1])
@@ -368,6 +410,7 @@ def seed_means(entries: Sequence[Entry], settings: Table) -> list[SeedMean]:
 
     `settings`: values of the keys that differ, by run.
     """
+    # All keys that differ, not only the user's: a preset may change others, too.
     keys = [key for key in settings if key != SEED]
     groups: dict[tuple[str, ...], list[float]] = {}
     for i, entry in enumerate(entries):
@@ -375,9 +418,11 @@ def seed_means(entries: Sequence[Entry], settings: Table) -> list[SeedMean]:
         groups.setdefault(values, []).append(entry.loss)
     means = []
     for values, losses in groups.items():
+        # A run without a final loss has an infinite one here, see `Entry.loss`.
         known_losses = list(filter(math.isfinite, losses))
         group_settings = dict(zip(keys, values, strict=True))
         means.append(SeedMean(group_settings, known_losses, len(losses)))
+    # A mean that lacks a seed, which may have diverged, must not come first.
     return sorted(means, key=lambda m: (m.is_partial, m.mean))
 
 
@@ -387,6 +432,7 @@ def mean_table(means: Sequence[SeedMean]) -> list[list[str]]:
     rows = [[*means[0].settings, *head]]
     for m in means:
         mean = f"{m.mean:.4f}" if m.losses else "-"
+        # `stdev` raises for a single value.
         spread = f"{statistics.stdev(m.losses):.4f}" if len(m.losses) > 1 else "-"
         count = str(m.run_count)
         if m.is_partial:
@@ -400,6 +446,7 @@ def best_by_mean(settings: Table, means: Sequence[SeedMean]) -> list[str]:
 
     The mean is over seeds; the loss of one seed may be chance.
     """
+    # Entries are sorted, so index 0 is the best single run.
     best_settings = means[0].settings
     if all(settings[key][0] == value for key, value in best_settings.items()):
         return []
@@ -438,9 +485,13 @@ def best_at_boundary(
             continue
         tried = set()
         for m in means:
+            # Equal but for this key: elsewhere in a sweep the best value may be another
+            # one.
             if {**m.settings, key: ""} == {**best_settings, key: ""}:
                 tried.add(number_or_inf(m.settings[key]))
         smallest, largest = min(tried), max(tried)
+        # Infinite: a value is no number, such as a name, which has no larger or
+        # smaller.
         if len(tried) < 2 or not math.isfinite(largest):
             continue
         for value, end, further in (
@@ -474,6 +525,7 @@ def final_metrics(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
         "skipped": [run.last("watchdog/skipped") for run in runs],
         "rolled back": [run.last("watchdog/rollbacks") for run in runs],
     }
+    # No run of these has it: a column of dashes only takes space.
     return {name: xs for name, xs in all_metrics.items() if set(xs) != {"-"}}
 
 
@@ -488,6 +540,7 @@ def sweep_chart(
     `groups`: runs that differ in the key alone, by their other settings.
     """
     runs = [i for group in groups.values() for i in group]
+    # Numbers by size: as texts, 1e-3 would follow 0.01. Names come behind them.
     order = sorted(
         {values[i] for i in runs}, key=lambda value: (number_or_inf(value), value)
     )
@@ -515,6 +568,7 @@ def number_or_inf(text: str) -> float:
 
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Return the last parts of the paths, as many as tell them apart."""
+    # Resolved, because `.` and `runs/../a` name a run as well.
     parts = [path.resolve().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-count:]) for p in parts]
