@@ -28,6 +28,7 @@ from trainer.report.verdicts import (
     quantization_errors,
 )
 
+# A reader cannot tell from one report whether its result is plausible.
 ONE_RUN_NOTE = (
     "Only another run shows whether other settings do better: <code>scalify-trainer"
     " compare</code> compares runs. <code>scalify-trainer evaluate</code>"
@@ -38,6 +39,7 @@ LOGITS_SHARPNESS_UNIT = (
     " 0.05%"
 )
 # Charts of a comparison: title, key and unit.
+# Losses first: they decide which run is better.
 COMPARED = (
     ("Training loss", "train/loss", "nats per token, lower is better"),
     ("Validation loss", "val/loss", "nats per token, lower is better"),
@@ -46,8 +48,11 @@ COMPARED = (
     ("Learning rate", "lr", ""),
     ("Memory", "memory/host_peak_gib", "GiB of the host"),
 )
+# A long run may have thousands; the newest ones explain how it ended.
 MAX_EVENTS = 200  # of the table
+# Single steps of these are noisy; the other curves are drawn as they are.
 SMOOTHED = ("train/loss", "grad_norm", "perf/tokens_per_s")
+# No font or style sheet from elsewhere: the page must read the same without a network.
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1b1f24;background:#fff;margin:0 auto;max-width:1200px;padding:20px}
 h1{font-size:22px;margin:0} h2{font-size:17px;margin:26px 0 6px} p{margin:4px 0} small,.sub{color:#5b6570}
@@ -78,13 +83,16 @@ def ending(run: RunRecords) -> str:
 
     A run that was killed leaves no event, so it may also be still running.
     """
+    # An event before the last row did not end the run, which was resumed.
     last = run.rows[-1]["step"]
     steps = run.settings.get("train.steps")
     events = [text for step, text in run.events if step >= last]
     if any(text.startswith("stopped: ") for text in events):
         how = "ended by the watchdog"
+    # The text of `shutdown.Guard`, which ends a process that hangs or does not stop.
     elif any("; ended; checkpoints" in text for text in events):
         how = "ended because it hung"
+    # A config.yaml that was cut may lack it; the page shows the rest.
     elif steps is None:
         how = "unknown whether finished"
     elif last >= steps:
@@ -98,6 +106,7 @@ def ending(run: RunRecords) -> str:
 def subject(run: RunRecords) -> str:
     """Return model, text, devices and seed, as far as they are known."""
     settings, facts = run.settings, run.facts
+    # Facts are missing where environment.txt is, or comes from an earlier version.
     size = f", {facts['parameters']} parameters" if "parameters" in facts else ""
     text = ""
     if "text" in facts:
@@ -128,7 +137,9 @@ def arithmetic(run: RunRecords) -> str:
     meaning = run.facts.get("arithmetic")
     if not name:
         return ""
+    # Names of presets say little: the line tells what is computed in which format.
     text = f"precision {name}: {meaning}" if meaning else f"precision {name}"
+    # The facts are those of the last phase, and so are the numerics below.
     if run.earlier_precisions:
         earlier = ", then ".join(run.earlier_precisions)
         text += f"; this is the last phase; before it: {earlier}"
@@ -139,6 +150,8 @@ def charts(run: RunRecords) -> list[Chart]:
     """Return the charts of a run that have recorded values."""
     all_charts = [*training_charts(run), *numerics_charts(run)]
     return [
+        # In every chart, so that a drop of speed and a spike of the loss can be laid
+        # beside the event.
         replace(chart, event_marks=run.event_marks)
         for chart in all_charts
         if chart.shown
@@ -150,6 +163,7 @@ def training_charts(run: RunRecords) -> list[Chart]:
     clip_norm = run.settings.get("optimizer.clip_norm")
     norms = run.values("grad_norm")
     clipped_share = 0.0
+    # At 0 clipping is off.
     if clip_norm and norms:
         clipped_share = sum(norm > clip_norm for norm in norms) / len(norms)
     norm_unit = "before clipping"
@@ -170,6 +184,7 @@ def training_charts(run: RunRecords) -> list[Chart]:
             run.smooth("grad_norm", "norm"),
             norm_unit,
             from_zero=True,
+            # A limit above all norms would stretch the axis for nothing.
             limit=clip_norm if clipped_share else None,
         ),
         Chart(
@@ -181,6 +196,7 @@ def training_charts(run: RunRecords) -> list[Chart]:
         Chart(
             "Memory",
             [
+                # CPUs do not report it: then the host's line is alone.
                 run.line("memory/device_peak_gib", "device"),
                 run.line("memory/host_peak_gib", "host", COLORS[1]),
             ],
@@ -196,6 +212,8 @@ def numerics_charts(run: RunRecords) -> list[Chart]:
     Lines that are flat by design are left out: saturation and underflow in FP32, and
     scales that are all 1.
     """
+    # The bound needs each tensor's RMS and format. Without them the share of values is
+    # all that is known, and has no limit: a large share may be harmless.
     underflow = relative_underflow(run)
     underflow_unit = "upper bound, % of the tensor's RMS, worst layer"
     underflow_limit: float | None = 100 * UNDERFLOW_LIMITS[0]
@@ -234,6 +252,7 @@ def numerics_charts(run: RunRecords) -> list[Chart]:
         ),
         Chart(
             "Scales",
+            # Exponents of 0 are scales of 1: a method without scales.
             [line for line in scales if any(line.ys)],
             "powers of two, the largest and smallest of the layers",
         ),
@@ -247,11 +266,13 @@ def min_max_lines(
 
     `ends`: `min` and `max`, or one of them; `factor` multiplies the values.
     """
+    # FP32 loses nothing here, and rows of zeros would be drawn as flat lines.
     if run.settings.get("precision.compute") == "fp32" and not is_low_precision(
         run.settings
     ):
         return []
     lines = []
+    # A class has one color in all charts.
     for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
         for end in ends:
             key = f"numerics/{kind}/{statistic}_{end}"
@@ -270,6 +291,7 @@ def relative_underflow(run: RunRecords) -> list[Line]:
     no_error = QuantizationError(0.0, 0.0, "")
     lines = []
     for kind, color in zip(FP8_TENSORS, COLORS, strict=False):
+        # A class may have no error in one measurement: zero there, not a gap.
         if any(kind in errors for errors in measured):
             percents = [
                 100 * errors.get(kind, no_error).severity for errors in measured
@@ -292,7 +314,9 @@ def draw_charts(all_charts: Sequence[Chart | SweepChart]) -> list[str]:
 def relative_learning_rate(run: RunRecords) -> Line:
     """Return the ratio of the learning rate to the critical one, where measured."""
     sharpness = run.line("sharpness/critical", dots=True)
+    # Sharpness is measured at steps whose rows have the learning rate.
     rates = {row["step"]: float(row["lr"]) for row in run.rows if "lr" in row}
+    # The recorded value is 2 over the critical rate.
     ratios = [
         rates[step] * value / 2
         for step, value in zip(sharpness.xs, sharpness.ys, strict=True)
@@ -310,6 +334,7 @@ def render(
         "Is it fast?": fast(run),
     }
     cards = ""
+    # The color alone would not do: a grade has a text, for print and the color-blind.
     for question, verdict in verdicts.items():
         label = GRADE_LABELS[verdict.grade]
         cards += (
@@ -330,14 +355,18 @@ def render(
         f"<h2>Events{marked}</h2>{event_table(run.events)}",
     ]
     if sample:
+        # Models, prompts and directories' names may hold `<`: every text is escaped
+        # where it enters the page.
         prompt = html.escape(str(run.settings.get("sample.prompt", "")))
         sections.append(
             f"<h2>Last sample <small>continues: {prompt}</small></h2>{pre(sample)}"
         )
     for title, png in pictures.items():
+        # Inside the page, because reports are sent around as one file.
         data = base64.b64encode(png).decode()
         image = f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
         sections.append(folded(f"Numerics of every layer: {title}", image))
+    # Folded and last: long, and needed only to repeat the run.
     sections.append(folded("Configuration", pre(run.config)))
     sections.append(folded("Environment", pre(environment)))
     return html_document(run.name, sections)
@@ -367,10 +396,12 @@ def comparison_page(
     runs whose losses cannot be compared.
     """
     names = {run.name: run.name for run in runs}
+    # Their curves may lie below the best one, on an easier text.
     names |= {name: f"{name} (not ranked)" for name in unranked}
 
     def lines_of_runs(key: str) -> list[Line]:
         pairs = [(run, color_number(i)) for i, run in enumerate(runs)]
+        # Only the median: faint raw lines of ten runs would hide each other.
         if key in SMOOTHED:
             return [run.smooth(key, names[run.name], color)[1] for run, color in pairs]
         is_validation = key.startswith("val/")
@@ -379,6 +410,7 @@ def comparison_page(
         ]
 
     curves = [
+        # Losses have no use for zero on their axis, which would press them flat.
         Chart(title, lines_of_runs(key), unit, not key.endswith("loss"))
         for title, key, unit in COMPARED
     ]
@@ -412,6 +444,7 @@ def first_line_and_list(text: str) -> str:
 def html_document(title: str, sections: Sequence[str]) -> str:
     """Return a whole document."""
     return (
+        # The charset in the first bytes: a file has no header that tells it.
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(sections)}</body></html>\n"
@@ -444,6 +477,7 @@ def write_report(run_dir: Path) -> Path:
       UserError: no log, a malformed file, a link (whose target would be published), or
           a full disk.
     """
+    # It refuses links, so that the files read below lie in the run's directory.
     run = RunRecords.read(run_dir)
     samples = read_samples(run_dir / "samples.txt")
     with well_formed(f"a record in {run_dir}", "repair or remove the file"):
@@ -451,6 +485,7 @@ def write_report(run_dir: Path) -> Path:
             run,
             pictures={
                 path.stem.replace("_", " "): read_file(path)
+                # By name, because a directory lists its files in any order.
                 for path in sorted((run_dir / "numerics").glob("*.png"))
             },
             sample=samples[-1].text if samples else "",
