@@ -182,6 +182,7 @@ class Program:
             op_name,
             executed.instruction.name,
             times=executed.times,
+            # cuBLASLt computes alpha A B + beta C: with a beta of 1 it adds to C.
             accumulates='"beta":1' in product.text,
         )
 

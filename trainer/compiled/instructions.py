@@ -140,6 +140,7 @@ class Instruction:
         count = self.config.get("known_trip_count", {}).get("n")
         if count is None:
             return None
+        # A protobuf's 64-bit numbers are text in JSON.
         return int(count)
 
     @property
@@ -173,6 +174,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 def closing(line: str, opening: int) -> int:
     """Return the position after the parenthesis that closes the one at `opening`."""
+    # Types of nested tuples hold parentheses, which no regular expression counts.
     depth = 0
     for position in range(opening, len(line)):
         depth += (line[position] == "(") - (line[position] == ")")
@@ -184,4 +186,5 @@ def closing(line: str, opening: int) -> int:
 def parse_shapes(text: str) -> Iterator[Shape]:
     """Yield the arrays of a type; of a tuple all leaves."""
     for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", text):
+        # A scalar, `f32[]`, has no sizes.
         yield Shape(dtype, tuple(int(d) for d in dims.split(",") if d))

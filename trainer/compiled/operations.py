@@ -20,6 +20,7 @@ COLLECTIVES = frozenset(
 )
 ATTENTION = "__cudnn$fmha"
 BLOCK_SCALED = "__cudnn$blockScaledDot"
+# By width, since one kernel may take e4m3 and e5m2 side by side.
 NARROW_NAMES = {4: "fp4", 8: "fp8"}  # by bits
 DTYPE_NAMES = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "f64": "fp64"}
 SLICES = ("dynamic-slice", "slice", "gather")
@@ -205,6 +206,7 @@ def attention(
 
 def collective_op(instruction: Instruction) -> str | None:
     """Return the collective that an instruction is or starts, or None."""
+    # An asynchronous collective is a pair, of which the start has the arrays.
     op = instruction.opcode.removesuffix("-start")
     if op in COLLECTIVES:
         return op
@@ -271,6 +273,7 @@ def fusion_reads(body: Computation) -> int:
         is_updated = all(
             i.opcode == "dynamic-update-slice" and i.operands[0] in names for i in users
         )
+        # Without users both are true, and nothing reads the parameter.
         if users and is_sliced:
             total += sum(user.bytes for user in users)
         elif not is_updated:
