@@ -27,13 +27,14 @@ from trainer.text import override
 
 # Colors of events, by the first of these phrases in them.
 EVENT_COLORS = {
+    # Before "stopped", which this phrase contains.
+    "not stopped within": "#7b3f99",
     "stopped": "#b00020",
     "rolled back": "#b00020",
     "skipped": "#d55e00",
     "spike": "#e69f00",
     "stalled": "#7b3f99",
     "no progress": "#7b3f99",
-    "not stopped within": "#7b3f99",
     "new scales": "#7f9fbf",
 }
 OTHER_EVENT = "#999999"

@@ -10,7 +10,7 @@ from run_records import FALLING, rows, run_records, tensor
 from trainer.errors import UserError
 from trainer.observe.records import encode_row, read_rows
 from trainer.report.page import render, write_report
-from trainer.report.run_records import RunRecords
+from trainer.report.run_records import EVENT_COLORS, RunRecords, color_of
 
 
 @pytest.fixture
@@ -93,3 +93,8 @@ def test_the_head_says_how_it_ended(steps, events, says):
     first = re.search("<p class=sub>(.*?)</p>", page)[1]
     assert says in first
     assert first.endswith("; 10k tokens")
+
+
+@pytest.mark.parametrize("phrase", EVENT_COLORS)
+def test_each_kind_of_event_has_its_color(phrase):
+    assert color_of(f"{phrase} within 60 s") == EVENT_COLORS[phrase]
