@@ -29,7 +29,13 @@ def overridden(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     overrides of the first one.
     """
     overrides = [
-        dict(o.partition("=")[::2] for o in run.facts.get("overrides", "").split())
+        # The fact joins overrides by spaces, which values may hold, too: a word without
+        # "=" is the rest of a value.
+        dict(
+            word.split("=", 1)
+            for word in run.facts.get("overrides", "").split()
+            if "=" in word
+        )
         for run in runs
     ]
     resolved = [run.settings for run in runs]

@@ -132,6 +132,13 @@ def test_settings_of_a_continued_run_are_those_of_its_configuration(tmp_path):
     assert overridden([a, c])["parallel"] == ["fsdp", "-"]
 
 
+def test_words_of_an_override_with_spaces_are_no_settings(tmp_path):
+    make_run(tmp_path / "a", 3.0, "optimizer.lr=0.1 data.paths=[my text.txt]", seed=0)
+    make_run(tmp_path / "b", 3.0, "optimizer.lr=0.1", seed=0)
+    runs = [RunRecords.read(tmp_path / name, name) for name in "ab"]
+    assert list(overridden(runs)) == ["data.paths"]
+
+
 def test_the_page_is_written_where_the_runs_are_named_and_not_where_links_lead(
     sweep, tmp_path, capsys
 ):
