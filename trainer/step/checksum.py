@@ -71,7 +71,7 @@ def _odd_numbers(size: int, start: Any, axis: int, sum_index: int) -> jax.Array:
         + jnp.asarray(start).astype(jnp.uint32)
         + np.uint32(1)
     )
-    # Every constant of this file is part of the checkpoint format: with another one,
+    # The constants of both hashes are part of the checkpoint format: with another one,
     # all saved checkpoints look damaged. These three are primes of xxHash, then comes
     # the `prospector32` of github.com/skeeto/hash-prospector.
     x = x * np.uint32((0x9E3779B1, 0x85EBCA77)[sum_index]) + np.uint32(
@@ -90,7 +90,8 @@ def _scrambled(bits: jax.Array, sum_index: int) -> jax.Array:
     times an even number, which is 0 modulo 2^32.
     """
     # One half of the hash `lowbias32` for each sum. With one function for both, two
-    # words that differ in the highest bit alone could be swapped unnoticed.
+    # words whose scrambled bits differ in the highest one alone could be swapped
+    # unnoticed: the factors differ by an even number.
     x = bits.astype(jnp.uint32)
     x = (x ^ (x >> (16, 15)[sum_index])) * np.uint32(
         (0x7FEB352D, 0x846CA68B)[sum_index]

@@ -17,8 +17,9 @@ from jax.extend.source_info_util import summarize
 
 from trainer.step.state_tree import leaf_names
 
-# Primitive -> the name of its parameter with the jaxpr that it calls, in JAX 0.11.2. A
-# primitive that calls a jaxpr and is missing here is searched as one operation.
+# Primitive -> the name of its parameter with the jaxpr that it calls, in JAX 0.11.2.
+# `cond`, `scan` and `while` are searched inside too; any other primitive that calls a
+# jaxpr is searched as one operation.
 CALLED_JAXPR = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
@@ -137,8 +138,8 @@ class _Search:
             return self.eval_jaxpr(params[CALLED_JAXPR[name]], inputs, path)
         # Searching a loop iteration by iteration is slow, so it is first evaluated as
         # one operation.
-        # The context holds the mesh and the random bits under which the equation was
-        # traced.
+        # The context holds the mesh under which the equation was traced, and whether
+        # its random bits are partitionable: outside of it they could be others.
         with eqn.ctx.manager:
             outputs = self.operation(
                 eqn.primitive, eqn.primitive.get_bind_params(params)
