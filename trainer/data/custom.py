@@ -202,8 +202,8 @@ def check_ids(
             f" {list(shape)}: train.batch_tokens / model.context sequences of"
             " model.context + 1 tokens"
         )
-    # JAX gives no error: it takes a negative id from the end of a table, and an id
-    # beyond the table as NaN.
+    # The models give no error: `embedding` takes a negative id from the end of a table,
+    # and gives NaN for an id beyond it.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
             f"data: {name} has ids from {tokens.min()} to {tokens.max()}; expected 0"

@@ -373,7 +373,7 @@ class Manifest:
                 f"shard {path} has digest {content_digest}, its manifest says"
                 f" {shard.digest}: altered; {repair(self.directory)}"
             )
-        # JAX reads an embedding of such an id as NaN, without an error.
+        # The models' `embedding` gives NaN for such an id, and no error.
         if largest >= self.vocab_size:
             raise UserError(
                 f"shard {path} has the id {largest}, but its tokenizer's ids are below"
