@@ -65,7 +65,9 @@ from trainer.files import (
 )
 from trainer.text import note, plural
 
-SHARD_BYTES = 64 << 20  # of text; a process that is killed loses as much at most
+# Bytes of text. A process that is killed loses about as much: a shard ends behind a
+# batch.
+SHARD_BYTES = 64 << 20
 # Expected number of validation documents. With fewer the hash may choose none: of 5
 # expected it does so for 0.7% of texts (e^-5).
 MIN_EXPECTED_VAL = 5
