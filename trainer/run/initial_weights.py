@@ -268,7 +268,8 @@ def check_weights_finite(key: str, params: Params) -> None:
     if jax.process_count() > 1:
         digest = hashlib.blake2b(digest_size=16)
         for array in jax.tree.leaves(params):
-            # hashlib takes no array with gaps, such as a transposed kernel.
+            # hashlib refuses an array that is not C-contiguous, such as a transposed
+            # kernel.
             digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         check_same_content({key: digest.hexdigest()})
 

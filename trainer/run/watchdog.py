@@ -45,7 +45,7 @@ class Bounds:
     loss_scale_skips: int = 0
 
 
-# The squares of losses from 1e154 on would overflow FP64.
+# The squares of losses from 1.35e154 on overflow FP64, which Python raises as an error.
 Loss = Annotated[float, Bound(lambda x: abs(x) < 1e100, "a number below 1e100")]
 
 
