@@ -173,8 +173,8 @@ def with_new_scales(
     factors = rescale_factors(rms_of_params(state.params), task.model.roles)
     if not any(is_off(path, factor) for path, factor in factors.items()):
         return None
+    # A factor of 1 would count as a new scale in the message.
     changed = {path: factor for path, factor in factors.items() if factor != 1}
-    # A factor of 1 would only add a line to the message.
     params = rescale_params(state.params, changed)
     rescaled = with_rescaled_params(state, params)
     changes = [

@@ -119,7 +119,7 @@ class Checkpointer:
         self.directory = directory.resolve()
         self._read_only = read_only
         self._saving_step: int | None = None
-        self._saves_planned = True  # whether the checkpoint of `_saving_step` is
+        self._saves_planned = True  # whether the save of `_saving_step` is planned
         self._has_failed = False
         hide_orbax_tracebacks()
         # Orbax logs these options, and also the exceptions that it raises.

@@ -111,7 +111,7 @@ def manifest_loss(folder: Path, manifest: Mapping[str, Any]) -> float | None:
 
     Manifests of earlier versions lack the key: then Orbax's file has the loss.
     """
-    # A manifest with null has no loss, whatever Orbax's file says.
+    # With null there was no validation: a loss in Orbax's file is damage.
     metrics = orbax_metrics(folder) or {"val_loss": None}
     loss = manifest.get("val_loss", metrics["val_loss"])
     return loss if isinstance(loss, float) and math.isfinite(loss) else None

@@ -529,7 +529,7 @@ def normalized(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [normalized(key, item) for item in value]
     if isinstance(value, str):
-        # "/" stays.
+        # The root directory is a slash alone.
         return value.rstrip("/") or value
     return value
 
