@@ -84,7 +84,8 @@ def scores_of(
             tasks=list(names),
             num_fewshot=fewshot,
             limit=limit,
-            # By default, errors of metrics that are no mean take 100,000 resamples.
+            # By default, errors of F1, perplexities and medians take 100,000 resamples.
+            # With 0 the harness computes no errors at all, not those of means either.
             bootstrap_iters=0,
             # The samples of all tasks would be kept in memory, and nobody reads them
             # here.
