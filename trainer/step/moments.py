@@ -145,8 +145,8 @@ def storage_by_field(name: str, policy: Policy, state: Any) -> dict[str, optim.S
         if moment.relative_to in narrow and fmt.mantissa_bits <= 3:
             relative = moment.relative_to
         # The root has half the octaves. FP16 would flush small second moments to zero
-        # beside first moments that survive: the next step after a gradient of zero would
-        # be sqrt(nu) / eps times too large.
+        # beside first moments that survive. After a gradient of zero the next step
+        # would be sqrt(nu) / eps times too large.
         return optim.Stored(
             fmt, sqrt=is_second, rounding=rounding, relative_to=relative
         )
