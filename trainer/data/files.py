@@ -578,7 +578,8 @@ def reading_errors(files: Sequence[SourceFile], format: str) -> Iterator[None]:
     """Turn errors of reading local files into a UserError that names them."""
     try:
         yield
-    # The built-in bases of Arrow's errors; what Arrow lacks is a RuntimeError, too.
+    # The built-in bases of most of Arrow's errors; what Arrow lacks is a RuntimeError,
+    # too.
     except (ValueError, LookupError, TypeError, OSError, RuntimeError) as error:
         # Arrow's errors do not name the file.
         names = ", ".join(str(file.path) for file in files[:3])
