@@ -388,8 +388,9 @@ class RunDir:
         if self._is_first_process:
             # Nobody else writes into a run that this process holds.
             remove_partial(self.path)
-            self._config = self._readable_text(config)
-            write_text(self.path / "config.yaml", self._config)
+            text = self._readable_text(config)
+            write_text(self.path / "config.yaml", text)
+            self._config = text
 
     def set_results_aside(self, step: int, *, draws_pictures: bool) -> None:
         """Rename results and pictures of an earlier attempt to NAME.old.
