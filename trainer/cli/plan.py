@@ -155,10 +155,11 @@ def planned_config(args: Arguments, overrides: Sequence[str]) -> tuple[Config, i
     # Without a batch of the user nothing says how many sequences a GPU should take.
     if args.micro_batch or not has_batch:
         return config, args.micro_batch or DEFAULT_SEQUENCES
-    # GPUs of one tensor group share their sequences. -1 (all the rest) counts as 1
-    # here.
-    gpus = args.gpus // max(config.parallel.tensor, 1)
-    return config, sequences_of(config, gpus)
+    # GPUs of one tensor group share their sequences. -1 takes all GPUs that the other
+    # axes leave.
+    data, fsdp, tensor = config.parallel.sizes
+    groups = data * fsdp if tensor == -1 else args.gpus // tensor
+    return config, sequences_of(config, groups)
 
 
 def sets_any(overrides: Sequence[str], *keys: str) -> bool:

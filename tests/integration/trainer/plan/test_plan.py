@@ -327,6 +327,16 @@ def test_micro_batches_of_a_file_keep_the_default_batch(tmp_path, monkeypatch):
     assert script.plan_of([f"config={file}"]).train.grad_accum_steps == 4
 
 
+@pytest.mark.parametrize("tensor", [4, -1])
+def test_gpus_of_a_tensor_group_share_their_sequences(tensor):
+    keys = ["train.batch_tokens=2048", "model.context=128"]
+    arguments = script.Arguments(gpus=8)
+    _, sequences = script.planned_config(
+        arguments, [*keys, f"parallel.tensor={tensor}", "parallel.data=2"]
+    )
+    assert sequences == 8
+
+
 def test_a_missing_package_and_a_plugin_of_another_version_are_named(monkeypatch):
     real = importlib.metadata.version
 
