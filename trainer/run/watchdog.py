@@ -132,7 +132,7 @@ class Watchdog(WatchdogState):
             where = f"first bad gradient: {self.leaves[leaf]}"
         values = f"loss {metrics['loss']:g}, grad_norm {metrics['grad_norm']:g}"
         details = f"{values}, {where}"
-        # A skipped step changes nothing: a few are bad batches, many in a row a bad
+        # A skipped step changes no weight: a few are bad batches, many in a row a bad
         # state.
         if self.in_a_row >= self.bounds.max_skips:
             self.rollback_reason = (
