@@ -458,7 +458,7 @@ def stop_diverged(loop: TrainLoop, pending: PendingStep) -> None:
     reason = f"step {pending.step}: {watchdog.rollback_reason}"
     if watchdog.rollbacks:
         reason += f", after {watchdog.rollbacks} rollbacks"
-    # Told first: the search takes minutes, and the memory of all intermediates.
+    # Told first: the search may take minutes, and memory that the run does not have.
     log_event(loop, pending.step, f"stopped: {reason}", alert="diverged")
     tokens = loop.data.place(pending.batch)
     diagnosis = loop.recovery.diagnose(loop.state, tokens, pending.step - 1)
