@@ -28,13 +28,16 @@ def make_tracker(
       init: further arguments of `wandb.init`: project, entity, group, name, tags.
       custom: the user's tracker, which records everything too.
     """
+    # The first process records for all: they have the same rows and one run directory.
     if jax.process_index() > 0:
         return Tracker()
     trackers: list[Tracker] = []
     if kind != "none":
+        # First of all trackers: it must be cut before another one replays it.
         log = JsonlTracker()
         trackers.append(log)
         start = dataclasses.replace(start, log=log)
+    # W&B's own switch; its package is not even imported then.
     if kind == "wandb" and os.environ.get("WANDB_MODE") != "disabled":
         trackers.append(WandbTracker(init or {}))
     if kind == "tensorboard":

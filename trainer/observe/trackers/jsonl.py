@@ -61,6 +61,7 @@ class Digest(NamedTuple):
         # bool is an int, but not a count
         if type(size) is not int or type(rows) is not int:
             return None
+        # The type tells a CRC-32 of an earlier version from a hash.
         if type(content_hash) is not int and not isinstance(content_hash, str):
             return None
         return cls(size, rows, content_hash)
@@ -101,6 +102,8 @@ class LogFile:
         self._open()
 
     def _open(self) -> None:
+        # Unbuffered, so that a record is one write; `own_copy`, so that a backup of
+        # hard links keeps its content.
         self._file = FileIO(self.path, "ab+", opener=own_copy)
         self._running = RunningDigest(self._read())
 
@@ -117,6 +120,8 @@ class LogFile:
         """Append by one unbuffered write. Raises UserError if the disk is full."""
         with self._lock:  # the watchdog's thread may append while the loop does
             with explain_unwritable(self._file.name, MAKE_ROOM):
+                # A raw write on a disk that fills up may store a part, and return its
+                # length without an error.
                 if self._file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, "the disk is full")
             self._running.extend(data)
@@ -128,6 +133,7 @@ class LogFile:
         """
         open_file = os.fstat(self._file.fileno())
         try:
+            # `lstat`: a link in its place is not the log.
             is_in_place = os.path.samestat(os.lstat(self.path), open_file)
         except FileNotFoundError:
             is_in_place = False
@@ -137,8 +143,11 @@ class LogFile:
             self._file.close()
             self._open()
             return "was removed or replaced while the run wrote it; it was restored"
+        # The size alone, which is cheap at each checkpoint; a resume compares the
+        # content with the digest.
         if open_file.st_size != self.digest.size:
             expected = self.digest
+            # Read again, or every later checkpoint would report this change.
             self._running = RunningDigest(self._read())
             return (
                 "was changed while the run wrote it: it has"
@@ -148,6 +157,7 @@ class LogFile:
 
     def sync(self) -> None:
         """Write the content to disk."""
+        # A power cut must not take rows that the digest of a checkpoint covers.
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -170,6 +180,7 @@ def check_log(path: Path, saved: object) -> tuple[int, str | None]:
     if digest is None:
         return sys.maxsize, None
     data = read_log(path)
+    # Rows behind this size were written after the checkpoint, and are no damage.
     if digest.is_of(data[: digest.size]):
         return digest.size, None
     rows = data.count(b"\n")
@@ -202,10 +213,12 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
       UserError: the log is damaged, or cannot be renamed.
     """
     log, samples = log_paths(run_dir)
+    # Events alone, such as a refused start, are no history worth keeping.
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
     old_log = log.with_name(f"{log.name}.old")
     try:
         is_longest = bool(steps) and (
+            # Of equal logs the newer one stays.
             not old_log.exists() or log.stat().st_size >= old_log.stat().st_size
         )
         for path in (log, samples):
@@ -239,6 +252,7 @@ def cut_logs(start: TrackerStart) -> None:
     """
     with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
         log, samples = log_paths(start.run_dir)
+        # By steps alone: a checkpoint of a run without a tracker has no digest.
         cut_rows(log, start.step, redo_row=start.redo_row)
         cut_samples(samples, start.last_valid_step)
 
@@ -261,10 +275,12 @@ class JsonlTracker(Tracker):
         # The digest of the rows; that of the samples is its entry `samples`.
         state = start.checkpoint_state or {}
         with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
+            # Compared before it is cut: the digest covers the bytes as they were saved.
             size, row_damage = check_log(self.path, state)
             self._logged = cut_rows(self.path, step, size=size, redo_row=start.redo_row)
             size, sample_damage = check_log(self.samples_path, state.get("samples"))
             cut_samples(self.samples_path, last_step, size)
+            # Opened last: its digest is that of the content that stayed.
             self._rows = LogFile(self.path)
             self._samples = LogFile(self.samples_path)
         damages = {self.path: row_damage, self.samples_path: sample_damage}
@@ -286,6 +302,7 @@ class JsonlTracker(Tracker):
         self.event(step, text)
 
     def row(self, step: int, row: Row) -> None:
+        # `cut_rows` drops the second row of a step, so none is written.
         if step <= self._logged:
             raise ValueError(f"row of step {step} after the row of step {self._logged}")
         self._rows.append(encode_row(step, row))
@@ -302,6 +319,8 @@ class JsonlTracker(Tracker):
 
     def flush(self) -> None:
         with explain_unwritable(self.path, MAKE_ROOM):
+            # Samples first: a warning about them is a line of the rows, which are
+            # synced after them.
             for log in (self._samples, self._rows):
                 problem = log.check_and_restore()
                 if problem is not None:

@@ -65,6 +65,7 @@ class TrackerStart:
 
         Older records in `run_dir` then belong to an earlier attempt.
         """
+        # A fork has taken steps, but in the directory of another run.
         return self.step == 0 or self.is_fork
 
     @property
@@ -72,6 +73,7 @@ class TrackerStart:
         """The last step whose row and samples are not sent again; -1: none."""
         if self.is_new:
             return -1
+        # The row of `step` is written again by callbacks that were interrupted.
         return self.step - 1 if self.redo_row else self.step
 
 
@@ -138,6 +140,7 @@ class TrackerGroup(Tracker):
     @property
     def id(self) -> str | None:  # type: ignore[override]
         """The id of the first tracker that has one."""
+        # Checkpoints store one id, so only one of the trackers may need it.
         return next((tracker.id for tracker in self.trackers if tracker.id), None)
 
     def start(self, start: TrackerStart) -> None:
@@ -179,5 +182,7 @@ class TrackerGroup(Tracker):
 
     def finish(self, exit_code: int = 0) -> None:
         with contextlib.ExitStack() as finishing:  # finish each, even if one fails
+            # A stack runs its callbacks in reverse, so the trackers finish in their
+            # order.
             for tracker in reversed(self.trackers):
                 finishing.callback(tracker.finish, exit_code)

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 def check_installed() -> None:
     """Raise UserError if tensorboardX is not installed."""
+    # `find_spec` does not import the package, which brings protobuf.
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             f"tracker=tensorboard needs package {PACKAGE}, which is not installed;"
@@ -67,6 +68,8 @@ class TensorboardTracker(Tracker):
         self._folder = folder = start.run_dir / "tensorboard"
         with explain_unwritable(f"to {folder}", MAKE_ROOM):
             folder.mkdir(exist_ok=True)
+            # By number, the order in which they were written; other files in the folder
+            # are not touched.
             files = sorted(path for path in folder.iterdir() if "tfevents" in path.name)
             first_step = start.last_valid_step + 1
             for path in files:
@@ -79,11 +82,13 @@ class TensorboardTracker(Tracker):
             )
         if start.log is not None:
             # With files, it has at most events from before a row that is sent again.
+            # Without files all rows are missing, also those from before this start.
             start.log.replay(self, after=start.last_valid_step if files else -1)
         self.flush()
 
     def row(self, step: int, row: Row) -> None:
         for name, value in without_layers(row).items():
+            # TensorBoard has floats alone; a count of a row is an int.
             self._write(step, summary=self._summary.scalar(name, float(value)))
 
     def event(self, step: int, text: str) -> None:
@@ -95,6 +100,7 @@ class TensorboardTracker(Tracker):
         self._write(step, summary=self._summary.text(name, text))
 
     def picture(self, step: int, name: str, path: Path) -> None:
+        # With a bound, as all files of a run directory are read.
         data = read_file(path)
         width, height = struct.unpack(">II", data[16:24])  # of a PNG's header
         image = self._summary_pb2.Summary.Image(
@@ -141,6 +147,7 @@ def read_records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         if masked_crc32c(data[position : position + LENGTH_BYTES]) != checksum:
             raise ValueError("a record's length is damaged")
         end = position + HEADER.size + length + CHECKSUM_BYTES
+        # A kill tore the last record.
         if end > len(data):
             return
         yield data[position:end], data[position + HEADER.size : end - CHECKSUM_BYTES]
@@ -153,6 +160,7 @@ def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) ->
     A damaged record and all behind it are removed too, with a warning. `parse` returns
     the event in the content of a record.
     """
+    # Imported here, because protobuf comes with an extra.
     from google.protobuf.message import DecodeError
 
     data = read_file(path, LOG_BYTES)
@@ -160,6 +168,8 @@ def remove_later_events(path: Path, step: int, parse: Callable[[bytes], Any]) ->
     number = 0
     try:
         for record, content in read_records(data):
+            # The step of a START mark is the first one that is written again, so old
+            # marks go with their events.
             if parse(content).step < step:
                 remaining.append(record)
             number += 1

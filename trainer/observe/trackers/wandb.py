@@ -65,11 +65,14 @@ class WandbTracker(Tracker):
         self._events: list[str] = []
         self._texts: dict[str, list[str]] = {}
         self._sent = last_local_step(run_dir, run_id)
+        # "allow" continues the run of this id if there is one, and makes it if not.
         arguments = dict(self._init) | {"dir": run_dir, "id": run_id, "resume": "allow"}
+        # The configuration goes to a server.
         arguments["config"] = redact(start.config)
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
         self._run: Any = self._connect(arguments, online=mode == "online")
         self._calls: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(QUEUE_SIZE)
+        # Daemon: W&B may hang in a call, and must not hold up the end of the process.
         self._thread = threading.Thread(
             target=self._run_calls, name="wandb", daemon=True
         )
@@ -179,6 +182,7 @@ class WandbTracker(Tracker):
         self._enqueue(lambda run: run.finish(exit_code=exit_code))
         self._enqueue(None)
         has_failed = self._run is None
+        # After a failure the thread may hang in a call, so nobody waits for it.
         self._thread.join(0 if has_failed else FINISH_SECONDS + ENQUEUE_SECONDS)
         if self._thread.is_alive():
             self._give_up("does not finish")
@@ -196,6 +200,7 @@ class WandbTracker(Tracker):
             self._step = step
 
     def _send_row(self) -> None:
+        # Steps that W&B has are not sent: it would refuse them.
         if self._step > self._sent:
             row = self._collected_row()
             step = self._step

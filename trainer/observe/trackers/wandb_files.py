@@ -27,12 +27,15 @@ def history_records(path: Path) -> Iterator[Any]:
     position = HEADER.size
     parts: list[bytes] = []  # of a record that has not ended
     while position + HEADER.size <= len(data):
+        # A header does not cross a border of blocks: what is left of a block is
+        # padding.
         left_in_block = BLOCK - position % BLOCK
         if left_in_block < HEADER.size:
             position += left_in_block
             continue
         _, length, kind = HEADER.unpack_from(data, position)
         chunk = data[position + HEADER.size : position + HEADER.size + length]
+        # Zeros were allocated and not written; a short chunk was cut by a kill.
         if kind == 0 or len(chunk) < length:
             return
         position += HEADER.size + length
@@ -54,6 +57,7 @@ def history_records(path: Path) -> Iterator[Any]:
 def wandb_files(run_dir: Path, run_id: str) -> list[Path]:
     """Return the transaction logs of all parts of a run, the oldest first."""
     files = (run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
+    # By the time in the name; with the prefix all offline parts would come first.
     return sorted(files, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
