@@ -205,6 +205,18 @@ def test_a_late_event_leaves_the_row_whole_that_is_being_collected(tmp_path, fak
     ]
 
 
+def test_two_alerts_within_a_minute_are_both_sent(tmp_path, fake):
+    """W&B takes a `wait_duration` of 0 for its default, a minute."""
+    alerts = []
+    fake.run.alert = lambda **alert: alerts.append(alert)
+    tracker = make_tracker("wandb", TrackerStart(tmp_path, 0, {}), init={})
+    tracker.alert("diverged", "step 1")
+    tracker.alert("diverged", "step 2")
+    tracker.finish()
+    assert [alert["text"] for alert in alerts] == ["step 1", "step 2"]
+    assert all(0 < alert["wait_duration"] < 1 for alert in alerts)
+
+
 def test_when_wandb_hangs_the_training_goes_on_and_ends(
     tmp_path, fake, monkeypatch, caplog
 ):
