@@ -213,7 +213,7 @@ def set_logs_aside(run_dir: Path, step: int) -> None:
       UserError: the log is damaged, or cannot be renamed.
     """
     log, samples = log_paths(run_dir)
-    # Events alone, such as a refused start, are no history worth keeping.
+    # Events alone are no history that is worth a file.
     steps = [row["step"] for row in read_rows(log) if "event" not in row]
     old_log = log.with_name(f"{log.name}.old")
     try:
@@ -252,7 +252,7 @@ def cut_logs(start: TrackerStart) -> None:
     """
     with explain_unwritable(f"to {start.run_dir}", OTHER_RUN_DIR):
         log, samples = log_paths(start.run_dir)
-        # By steps alone: a checkpoint of a run without a tracker has no digest.
+        # By steps alone: this run does not append, so it compares no digest.
         cut_rows(log, start.step, redo_row=start.redo_row)
         cut_samples(samples, start.last_valid_step)
 

@@ -165,8 +165,8 @@ class WandbTracker(Tracker):
 
     def alert(self, title: str, text: str) -> None:
         self._enqueue(
-            # W&B takes 0 seconds for its default, a minute within which it drops a second
-            # alert of the same title. It counts in milliseconds.
+            # W&B takes 0 seconds for its default, a minute within which it drops a
+            # second alert of the same title. It counts in milliseconds.
             lambda run: run.alert(
                 title=title, text=text, level="ERROR", wait_duration=0.001
             )
