@@ -234,8 +234,8 @@ def collective_bytes(
 
 def group_size(instruction: Instruction) -> int:
     """Return the devices of each group of a collective; 0: all of them."""
-    # XLA writes groups in three ways: by the axes of a mesh, as numbers in order, or
-    # listed.
+    # XLA writes groups in three ways: by the axes of a mesh, by the shape of an iota
+    # ([groups, devices of each]), or listed.
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text)
     if mesh:
         axes = {
@@ -303,7 +303,8 @@ def bytes_written(instruction: Instruction) -> int:
 
     The workspace is memory, not traffic.
     """
-    # cuBLASLt's calls return 32 MiB of bytes beside their result.
+    # cuBLASLt's calls return their workspace beside the result, as bytes: 32 MiB from
+    # Hopper on, 4 MiB before.
     library = instruction.opcode in ("custom-call", "get-tuple-element")
     return sum(
         shape.bytes
