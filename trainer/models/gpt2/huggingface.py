@@ -82,7 +82,7 @@ def save_gpt2(
     Raises:
       UserError: Hugging Face's GPT-2 lacks the MLP, or there are weights already.
     """
-    # Before anything is written.
+    # Before `write_tensors`, whose files would make the next export there fail.
     if spec.mlp != "gelu":
         raise UserError(
             f"model.mlp={spec.mlp}: Hugging Face's GPT-2 has only gelu; this run cannot"
@@ -106,7 +106,7 @@ def save_gpt2(
         "layer_norm_epsilon": 1e-5,
         "embd_pdrop": spec.dropout,
         "resid_pdrop": spec.dropout,
-        # Fused attention has no dropout.
+        # The probabilities of attention have no dropout here.
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
         # transformers 5 calls it `dtype`, and reads this name, too.

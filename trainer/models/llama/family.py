@@ -14,8 +14,8 @@ def check_tensor(spec: LlamaSpec, devices: int, multiple: int) -> None:
     """Raise UserError where heads or channels cannot be split over the devices."""
     q_width = spec.n_head * spec.head_width
     kv_width = spec.n_kv_head * spec.head_width
-    # The number of heads of keys and values divides that of queries: it alone decides
-    # whether each device has whole heads.
+    # The number of heads of keys and values divides that of queries: where devices have
+    # whole heads of keys, they have whole heads of queries.
     if spec.n_kv_head % devices or any(
         width % (devices * multiple) for width in (q_width, kv_width, spec.mlp_width)
     ):

@@ -170,8 +170,9 @@ class Attention(nnx.Module):
             window=self.window,
             segments=segments_BxT,
         )
-        # Both in front of `o_proj`: its FP8 copies are rounded from the rebalanced
-        # data.
+        # In front of `o_proj`, whose FP8 copy of its input is rounded from the
+        # rebalanced data. The gradient comes from `o_proj`: attention's backward pass
+        # gets it rebalanced.
         out_BxTxHxK = rebalance_grad(
             rebalance(out_BxTxHxK, ATTENTION_REBALANCE), GRADIENT_REBALANCE
         )

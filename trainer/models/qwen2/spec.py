@@ -21,8 +21,8 @@ class Qwen2Spec(LlamaSpec):
             "num_key_value_heads": 32,
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
-            # transformers' defaults, for which a file with use_sliding_window alone is
-            # judged.
+            # transformers' defaults: by these two a file is judged that has
+            # use_sliding_window alone.
             "max_window_layers": 28,
         },
         window="switched_after_first_layers",

@@ -35,7 +35,8 @@ class SmolLM3Spec(LlamaSpec):
             "no_rope_layer_interval": 4,
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
-            # Unlike transformers' default for the other families here.
+            # transformers' default is true here, and false for Llama and the other
+            # families that inherit from it.
             "tie_word_embeddings": True,
         },
         window="switched",
