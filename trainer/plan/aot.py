@@ -228,7 +228,8 @@ def live_at_peak(assignment: str, live_ranges: str) -> list[Buffer]:
     for line in assignment.splitlines():
         if line.startswith("allocation"):
             allocation += 1
-            # Arguments have allocations of their own, and are counted by their names.
+            # Arguments and results have allocations of their own. `memory_of` takes
+            # arguments from the program; results that alias none are in its `gaps`.
             is_temporary = line.endswith("preallocated-temp:")
             continue
         match = BUFFER.match(line) if is_temporary else None

@@ -373,8 +373,8 @@ class StepPlan(NamedTuple):
         """Return the MFU of a step of `seconds`, as the trainer counts it."""
         is_fp32 = self.task.model.policy.compute == "fp32"
         width: Any = jnp.float32 if is_fp32 else jnp.bfloat16
-        # The peak of 16 bits also for FP8: so MFUs of all precisions compare, as in
-        # training.
+        # As in training, the peak of 16 bits also for FP8: MFUs compare the speeds of
+        # FP8 and bf16, and may exceed 1.
         peak = peak_flops(self.hardware.target.device, width)
         assert peak is not None
         flops_per_token = self.task.flops_per_token
@@ -527,7 +527,7 @@ def plan_step(
             return plan
 
         def need(b: int) -> int:
-            # Measured above.
+            # The search starts at the size of the plan: no second compilation.
             if b == sequences:
                 return measured.peak
             return measure_and_log(task, b, "the step, in search of the largest").peak
