@@ -99,8 +99,7 @@ def _rows_and_lines(path: Path, data: bytes) -> Iterator[tuple[dict[str, Any], b
     # The text after the last newline is empty, or a torn row.
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            # Decoded first: `json` takes bytes of half of a surrogate pair for text.
-            row = parse_json(line.decode())
+            row = parse_json(line)
         except ValueError:
             row = None
         if not is_row(row):

@@ -210,6 +210,9 @@ def test_json_that_is_no_object_is_empty(tmp_path, text):
 
 def test_json_may_be_nested_as_deep_as_a_parser_of_it_bears():
     assert parse_json("[" * 100 + "]" * 100) != []
+    assert parse_json('\ufeff"é"'.encode()) == "é"
+    with pytest.raises(ValueError, match="invalid continuation byte"):
+        parse_json(b'"\xed\xa0\x80"')
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
 
 
