@@ -106,8 +106,8 @@ def make_mesh(
     if num_replicas is not None:
         shape = (replica_axis, *shape)
         names = (REPLICA, *names)
-    types = (AxisType.Auto,) * len(names)
     # `with_sharding_constraint` takes Auto axes only.
+    types = (AxisType.Auto,) * len(names)
     return Mesh(np.array(used).reshape(shape), names, axis_types=types)
 
 

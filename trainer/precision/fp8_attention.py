@@ -227,7 +227,8 @@ def settled(guesses: jax.Array, amax: jax.Array, largest: jax.Array) -> jax.Arra
         largest: the largest magnitudes of the E4M3 results at the guesses.
     """
     low, high = RESULT_RANGE
-    # A guess may be so wrong that a result is NaN in E4M3.
+    # The negation is true for NaN, too. E4M3 has no infinity: a cast that does not
+    # saturate gives NaN for a result that the guess makes too large.
     is_large = ~(largest < high) & (amax * guesses > high)
     amax = jnp.where((largest > 0) & (largest < low), largest / guesses, amax)
     is_measured = jnp.isfinite(amax) & (amax > 0)
