@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
         values.
     """
     if isinstance(text, bytes):
-        # `json` takes bytes of half of a surrogate pair for text, which nothing encodes.
+        # `json` takes bytes of half of a surrogate pair for text; nothing encodes it.
         text = text.decode("utf-8-sig")
     try:
         # Counted before it is parsed: 98 KB of .gz were 2.3 GB of objects.
