@@ -70,8 +70,8 @@ def load_params(
     # A GPT-2's single file may come without one.
     if config.is_file():
         scales = Fp8ScaleLayout.from_config(read_object(config))
-        # Before anything is traced: with intermediate_size=2^40 XLA ends the process,
-        # with head_dim=2^30 it compiles without end.
+        # Before the model is traced: 900 layers that the files lack take half a minute
+        # to be found missing.
         check_sizes(path, spec.architecture())
     tensors = read_tensors(path, scales)
     # Patterns of buffers are of full names.
