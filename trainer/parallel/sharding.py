@@ -54,8 +54,8 @@ def partition_spec(
         # `role.split` counts from the end: -1 is the last axis. A factored moment may
         # lack that axis.
         split_axis = len(shape) + role.split
-        # A factored moment may have the axis in another length; one that does not
-        # divide stays whole.
+        # A factored moment may have another axis at this place, or one of length 1; one
+        # that does not divide stays whole.
         if split_axis >= first_axis and local_shape[split_axis] % sizes["tensor"] == 0:
             axes[split_axis] = "tensor"
             local_shape[split_axis] //= sizes["tensor"]
