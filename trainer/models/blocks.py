@@ -92,7 +92,8 @@ def apply_blocks(
     def run(
         graphdef: Any, x_NxD: jax.Array, layer: Any, shared: Any, per_layer: Any
     ) -> jax.Array:
-        # Merged inside: `jax.checkpoint` and scans take arrays, and no modules.
+        # The graph definition is static: `jax.checkpoint`, scans and `_apply_gathered`
+        # get a layer's arrays alone.
         return call(nnx.merge(graphdef, layer), x_NxD, shared, per_layer)
 
     if layer_comm is not None:
