@@ -69,8 +69,8 @@ def prefill(
     """
     cache = model.init_cache(1, cache_length)
     h_1xTxD, cache = model.decode(tokens_T[None], cache, 0)
-    # Before the head: logits of all positions would be the largest array of the
-    # program.
+    # Before the head, which would compute logits of all positions for the one that is
+    # used.
     last_1xD = jax.lax.dynamic_slice_in_dim(h_1xTxD[0], length - 1, 1)
     return model.logits(last_1xD)[0], cache
 
