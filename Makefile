@@ -1,6 +1,6 @@
 # Needs only Python (>= 3.12, found through uv) and, the first time, a package index. Nothing is installed outside this directory.
 #   make train                      trains the default on the embedded corpus; make train ARGS="precision=bf16 train.steps=200"
-#   make test                       unit, integration and a few of e2e, in some six minutes; make test-all: all, as CI does
+#   make test                       unit, integration and a few of e2e, in some five minutes; make test-all: all, as CI does
 #   make test-gpu                   those of a GPU; make lint: style and types; make env, make gpu: only the environment, with CUDA
 #   make extra-plan                 adds the optional packages called plan in pyproject.toml
 #   make mutants                    how many planted faults the tests catch; hours, resumable
