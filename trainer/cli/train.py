@@ -79,7 +79,7 @@ FLAGS = (
 )
 DROPS_DEFAULTS = ("--config-name", "-cn", "--config-path", "-cp")
 # By these Hydra reads a pickle, or settings with `_target_` and `${oc.env:NAME}`.
-READS_PROGRAMS = ("--config-dir", "-cd", "--experimental-rerun", "hydra.searchpath")
+READS_PROGRAMS = ("--config-dir", "-cd", "--experimental-rerun")
 SIGNAL_EXIT_CODES = (130, 143)  # Ctrl-C, SIGTERM
 # JAX raises no exception of its own for a lost process: Gloo, which joins CPUs, tells
 # it in the text.
@@ -432,7 +432,7 @@ def check_flags(argv: Sequence[str]) -> None:
     as a program.
     """
     for argument in argv:
-        flag, effect = key_of(argument), ""
+        flag, effect = argument.partition("=")[0], ""
         if flag in DROPS_DEFAULTS:
             effect = "would drop all defaults"
         elif flag in READS_PROGRAMS:

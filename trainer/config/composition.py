@@ -232,6 +232,11 @@ def check_choices(
     """
     for override in overrides:
         key, _, value = override.partition("=")
+        if key_of(override) == "hydra.searchpath":
+            raise UserError(
+                f"{key} adds choices from files that may run a program; config=FILE"
+                " takes the settings of a file"
+            )
         group = key_of(override).partition("@")[0]
         is_choice = (group in groups or "/" in group) and not value.startswith("{")
         if is_choice and ".." in override:

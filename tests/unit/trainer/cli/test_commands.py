@@ -97,6 +97,7 @@ def test_help_lists_choices_once(monkeypatch, capsys):
         (["-cd=theirs", "experiment=x"], "may run a program"),
         (["--experimental-rerun=config.pickle"], "may run a program"),
         (["hydra.searchpath=[theirs]"], "may run a program"),
+        (["plan", "hydra.searchpath=[theirs]"], "may run a program"),
         (["experiment=../../theirs"], "a choice is a name and no path; config=FILE"),
         (["+../theirs@_global_=x"], "a choice is a name and no path; config=FILE"),
         (["plan", "model=../../theirs"], "a choice is a name and no path; config="),
