@@ -158,7 +158,8 @@ def planned_config(args: Arguments, overrides: Sequence[str]) -> tuple[Config, i
     # GPUs of one tensor group share their sequences. -1 takes all GPUs that the other
     # axes leave.
     data, fsdp, tensor = config.parallel.sizes
-    groups = data * fsdp if tensor == -1 else args.gpus // tensor
+    # Too large a group is refused when the mesh is made.
+    groups = data * fsdp if tensor == -1 else max(args.gpus // tensor, 1)
     return config, sequences_of(config, groups)
 
 

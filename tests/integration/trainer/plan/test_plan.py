@@ -337,6 +337,14 @@ def test_gpus_of_a_tensor_group_share_their_sequences(tensor):
     assert sequences == 8
 
 
+def test_a_tensor_group_of_more_gpus_than_there_are_is_refused():
+    keys = ["train.batch_tokens=2048", "model.context=128", "parallel.data=1"]
+    with pytest.raises(
+        UserError, match=r"parallel.tensor=16 does not fit: there are 8"
+    ):
+        script.plan_of(["gpus=8", "parallel.tensor=16", "target=h100", *keys])
+
+
 def test_a_missing_package_and_a_plugin_of_another_version_are_named(monkeypatch):
     real = importlib.metadata.version
 
