@@ -162,14 +162,15 @@ def _finite_flags(leaf: Any) -> list[jax.Array]:
         data, scale = leaf.data, leaf.scale
     if not isinstance(data, jax.Array) or not jnp.issubdtype(data.dtype, jnp.floating):
         return []
+    shards = [shard for shard in data.addressable_shards if shard.replica_id == 0]
     scales: dict[jax.Device, jax.Array] = {}
     if isinstance(scale, jax.Array):
         scales = {shard.device: shard.data for shard in scale.addressable_shards}
-        scale = np.asarray(scale.addressable_data(0))
+        # Only then: the transfer waits for the device, for each leaf anew.
+        if any(shard.device not in scales for shard in shards):
+            scale = np.asarray(scale.addressable_data(0))
     return [
-        _all_finite(shard.data, scales.get(shard.device, scale))
-        for shard in data.addressable_shards
-        if shard.replica_id == 0
+        _all_finite(shard.data, scales.get(shard.device, scale)) for shard in shards
     ]
 
 
