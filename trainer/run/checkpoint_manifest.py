@@ -148,9 +148,10 @@ def is_planned(manifest: Mapping[str, Any] | None) -> bool:
     Not if a stop request was the reason to save it, or interrupted the callbacks of its
     step. Manifests of earlier versions do not say the former.
     """
-    return (
-        manifest is not None
-        and bool(manifest.get("planned", True))
+    # A manifest that cannot be read may be intact: its checkpoint is not removed for
+    # it, and `restore` sets a damaged one aside.
+    return manifest is None or (
+        bool(manifest.get("planned", True))
         and manifest["meta"].get("unfinished") is None
     )
 
