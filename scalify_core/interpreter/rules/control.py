@@ -48,13 +48,28 @@ def _jit(eqn: Any, *operands: Any, evaluate: Any) -> Any:
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
     flags = params["name"], donated, params["inline"], params["keep_unused"]
-    # Constants enter as structure: as arrays they would count as scale 1 inside. So do
-    # Python's integers, such as the 0 of `jnp.where(mask, x, 0)`, which becomes a float
-    # inside.
-    numbers = [i for i, var in enumerate(eqn.invars) if var.aval.weak_type]
-    packed = pack(operands, numbers)
+    # Constants enter as structure: as arrays they would count as scale 1 inside.
+    packed = pack(operands, _made_floats(params["jaxpr"]))
     out = unpack(_jitted(params["jaxpr"], evaluate, *flags, shardings)(*packed))
     return [operands[x.number] if isinstance(x, _Argument) else x for x in out]
+
+
+@per_jaxpr
+def _made_floats(jaxpr: Any) -> frozenset[int]:
+    """Return the positions of arguments that become floats inside.
+
+    A Python integer among them is a constant, as the 0 of `jnp.where(mask, x, 0)`.
+    Others, such as indices, are arrays: a constant is one trace for each number.
+    """
+    made = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            made |= {id(eqn.invars[i]) for i in _made_floats(eqn.params["jaxpr"])}
+        elif eqn.primitive.name == "convert_element_type" and jnp.issubdtype(
+            eqn.params["new_dtype"], jnp.floating
+        ):
+            made.add(id(eqn.invars[0]))
+    return frozenset(i for i, x in enumerate(jaxpr.invars) if id(x) in made)
 
 
 @jax.tree_util.register_static

@@ -11,6 +11,7 @@ from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 from propagated import scalify
 
+import scalify_core as core
 from scalify_core import ScaledArray, as_scaled_array, asarray
 
 X = draw_normal(0, (4, 8))
@@ -148,3 +149,23 @@ def test_an_empty_array_has_a_scale_for_each_of_its_rows():
     assert_array_equal(
         asarray(scalify(lambda x: x @ W + x.sum())(x)), jnp.zeros((0, 8))
     )
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_an_index_of_another_call_compiles_nothing(scales, caplog):
+    row = core.scalify(jax.jit(lambda x, i: x[i] * 0.5), scales=scales)
+    row(SMALL, 1)
+    caplog.clear()
+    with jax.log_compiles():
+        out = row(SMALL, 3)
+    assert not [m for m in caplog.messages if "Compiling" in m]
+    assert_array_equal(asarray(out), asarray(SMALL)[3] * 0.5)
+
+
+@pytest.mark.parametrize("scales", ["auto", "static"])
+def test_an_integer_that_is_made_a_float_sets_no_scale(scales):
+    # The call inside gets the number as an argument.
+    clipped = core.scalify(jax.jit(lambda x: jnp.clip(x, 0, 1)), scales=scales)
+    out = clipped(SMALL)
+    assert out.scale < 2.0**-15
+    assert_array_equal(asarray(out), jnp.clip(asarray(SMALL), 0, 1))
