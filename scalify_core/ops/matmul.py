@@ -35,6 +35,7 @@ from scalify_core.numerics.formats import (
     E4M3,
     E5M2,
     FP16,
+    MIN_SCALE,
     FloatFormat,
     is_float,
 )
@@ -184,7 +185,10 @@ class Fp8DotGeneral:
         Under `scalify` it is the data of a ScaledArray, whose scale comes on top.
         """
         if self.current_scaling:
-            return measured(rhs, E4M3.dtype)
+            data, scale = measured(rhs, E4M3.dtype)
+            # Zeros have no size. In a checkpoint their measured scale, times that of a
+            # ScaledArray, would be zero.
+            return data, jnp.where(scale == MIN_SCALE, jnp.float32(1), scale)
         return _cast(rhs, E4M3), 1.0
 
     @property

@@ -147,3 +147,12 @@ REFUSED = {
 def test_a_wrong_argument_is_refused(message):
     with pytest.raises((ValueError, TypeError), match=message):
         REFUSED[message]()
+
+
+def test_quantized_zeros_have_the_scale_1():
+    # Times that of a ScaledArray, the scale of zeros would be zero in a checkpoint.
+    product = Fp8DotGeneral(current_scaling=True)
+    for dtype in (jnp.float16, jnp.float32):
+        data, scale = product.quantize(jnp.zeros((16, 16), dtype))
+        assert not data.any()
+        assert scale == 1
