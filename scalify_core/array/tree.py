@@ -1,5 +1,6 @@
 """Functions of pytrees in which a ScaledArray is one leaf, and not two."""
 
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,33 @@ def global_norm(tree: Any) -> jax.Array:
     norms = [rms_of(x) * x.size**0.5 for x in values if is_float(x) and x.size]
     # Each norm once more in units of the largest: its square may be beyond FP32, too.
     return rms_of(jnp.stack(norms)) * len(norms) ** 0.5 if norms else jnp.float32(0)
+
+
+def register_flax() -> None:
+    """Let `flax.serialization` store ScaledArrays, as `{"data": ..., "scale": ...}`.
+
+    Call it once. This library does not import Flax by itself. A static scale comes back
+    as that of the target, `from_bytes(target, ...)`, if the target's is static.
+
+    Raises:
+        ImportError: Flax is not installed.
+    """
+    serialization = importlib.import_module("flax.serialization")
+
+    def to_state(x: ScaledArray) -> dict[str, Any]:
+        scale = jnp.float32(x.scale) if x.is_static else x.scale
+        return {"data": x.data, "scale": scale}
+
+    def from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
+        scale = state["scale"]
+        # A scale in NumPy would be static.
+        new = float(scale) if target.is_static else jnp.asarray(scale)
+        return ScaledArray(state["data"], new)
+
+    # A second call, as from another notebook cell, is no error.
+    serialization.register_serialization_state(
+        ScaledArray, to_state, from_state, override=True
+    )
 
 
 # A serialized program names the structure of its arguments.
