@@ -23,7 +23,7 @@ from scalify_core import (
     scalify,
     weights,
 )
-from scalify_core.array.tree import global_norm, register_flax
+from scalify_core.array.tree import global_norm, leaves, register_flax
 
 
 def test_the_norm_of_nothing_is_zero_and_infinities_and_nan_stay():
