@@ -1,6 +1,7 @@
 """Metadata of checkpoints from strangers."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from trainer.errors import UserError
 from trainer.models.llama.spec import LlamaSpec
 from trainer.models.registry import family_of
+from trainer.observe.records import encode_row
 from trainer.run.compatibility import architecture
 from trainer.run.metadata import validate_metadata
 
@@ -20,6 +22,11 @@ def test_numbers_that_no_run_writes_are_refused():
     ):
         with pytest.raises(UserError, match="checkpoint 3"):
             validate_metadata(odd, {}, "checkpoint 3")
+
+
+def test_a_skipped_step_may_be_one_whose_validation_was_interrupted():
+    row = encode_row(3, {"train/loss": math.nan, "skipped": 1}).decode()
+    assert validate_metadata({"unfinished": row}, {}, "checkpoint 3")
 
 
 def test_sizes_of_a_model_are_bounded_by_its_arrays_and_heads_may_be_narrow():
